@@ -15,8 +15,8 @@ from kvoffload.offload.base import ReqContext
 from kvoffload.offload.host_cache import HostCache
 from kvoffload.offload.waiting import WaitingQueue
 
-MOST_CHUNKS = 1 << 16
-"""Of all sessions that are awaited; a session beyond loads when it returns."""
+MOST_SESSIONS, MOST_CHUNKS = 1 << 13, 1 << 16
+"""Of all that are awaited; a session beyond loads when it returns."""
 FURTHEST_S = 86400.0
 """A session that returns later is not awaited: its chunks would take the room of sooner ones."""
 MARGIN = 2.0
@@ -57,7 +57,9 @@ class ComingSessions:
     def expect(self, name: bytes, keys: Sequence[OffloadKey], in_s: float, tenant: str) -> None:
         """Await a session of a tenant; what was said of it before is void."""
         self.forget(name)
-        if in_s > FURTHEST_S or self._num_chunks + len(keys) > MOST_CHUNKS:
+        if in_s > FURTHEST_S or len(self._sessions) >= MOST_SESSIONS:
+            return
+        if self._num_chunks + len(keys) > MOST_CHUNKS:
             return
         self._number += 1
         self._num_chunks += len(keys)

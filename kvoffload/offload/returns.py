@@ -11,8 +11,8 @@ from kvoffload.offload.host_cache import HostCache
 from kvoffload.policies.told_return import ToldReturn
 
 REMEMBERED_REQUESTS = 1024
-MOST_UNTOLD = 1 << 14
-"""Chunks of returns that stores are yet to be told of; beyond that, the oldest are not told."""
+MOST_UNTOLD, MOST_UNTOLD_CHUNKS = 1024, 1 << 14
+"""Returns, and chunks of them, that stores are yet to be told of; older ones are not told."""
 
 
 class Returns:
@@ -93,8 +93,12 @@ class Returns:
         if self.is_telling:
             self.to_tell.append(told)
             self._num_to_tell += len(keys)
-            while self._num_to_tell > MOST_UNTOLD and len(self.to_tell) > 1:
+            while len(self.to_tell) > 1 and self._has_too_many:
                 self._num_to_tell -= len(self.to_tell.popleft().keys)
+
+    @property
+    def _has_too_many(self) -> bool:
+        return len(self.to_tell) > MOST_UNTOLD or self._num_to_tell > MOST_UNTOLD_CHUNKS
 
     def take_told(self) -> list[ToldReturn]:
         """Return :attr:`to_tell`, and empty it."""

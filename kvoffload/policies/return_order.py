@@ -26,7 +26,7 @@ GRACE_S = 5.0
 SURE = 8.0
 """A claim due within so many ages still protects: most of the chunks that the wrapped policy evicts
 are not used again at all."""
-MAX_CLAIMS = 1 << 16
+MAX_CLAIMS = 1 << 15
 """Claims at a time; one more ends the claim that is expected last."""
 NAMED_PER_ENTRY = 2
 """Chunks under claims, for each entry of the store: a claim may name chunks that it has not."""
@@ -85,7 +85,7 @@ class _ByDue:
         self._last: list[tuple[float, int, _Claim]] = []
 
     def add(self, claim: _Claim, num_claims: int) -> None:
-        if len(self._first) > 2 * num_claims + 64:
+        if 2 * len(self._first) > 3 * num_claims + 128:
             self._first = [item for item in self._first if item[2].tail is not None]
             self._last = [(-due_s, number, claim) for due_s, number, claim in self._first]
             heapq.heapify(self._first)

@@ -1,13 +1,17 @@
 """Sessions that say when they return: when their chunks are read, and when no more."""
 
+import tracemalloc
+
 import pytest
 from manager_parts import Store, figures, keys, new_manager, put
 
 from kvoffload.config import KNOWN_HINTS
-from kvoffload.offload import coming_sessions
+from kvoffload.offload import coming_sessions, returns
 from kvoffload.offload.base import ReqContext
 from kvoffload.offload.coming_sessions import LATE_S, LEAST_LEAD_S
+from kvoffload.offload.hints import Hints
 from kvoffload.offload.host_cache import HostCache
+from kvoffload.policies import return_order
 
 
 @pytest.fixture
@@ -114,6 +118,48 @@ def test_any_number_of_sessions_takes_bounded_memory():
         coming.expect(b"%d" % (i % 5000), chunks, 3600.0, "")
     assert len(coming._sessions) == coming_sessions.MOST_CHUNKS // 100
     assert len(coming.times) <= 2 * len(coming._sessions) + 65
+
+
+def test_a_million_sessions_take_32_mib_at_most_with_all_that_is_noted_of_them(monkeypatch):
+    """With limits an eighth as large, an eighth of that; beyond them, sessions take turns."""
+    for module, name in (
+        (return_order, "MAX_CLAIMS"),
+        (coming_sessions, "MOST_SESSIONS"),
+        (returns, "MOST_UNTOLD"),
+        (returns, "REMEMBERED_REQUESTS"),
+    ):
+        monkeypatch.setattr(module, name, getattr(module, name) // 8)
+    manager, sizes = manager_of([], slots=20_000), []
+    tracemalloc.start()
+    try:
+        for i in range(12_000):
+            (key,) = keys(f"session {i}".ljust(8), 1)
+            hints = Hints(session=f"session {i}", returns_in_s=float(i % 3600))
+            manager.returns.ended([key], hints, f"request {i}")
+            if i % 1000 == 999:
+                sizes.append(tracemalloc.get_traced_memory()[0])
+    finally:
+        tracemalloc.stop()
+    assert max(sizes) < (32 << 20) / 8
+    assert len(manager.coming._sessions) == coming_sessions.MOST_SESSIONS
+
+
+@pytest.mark.parametrize("jump_s", [1e9, -1e9, 1e18, -1e18])
+def test_a_clock_that_jumps_loses_no_session_and_no_slot(clock, jump_s):
+    chunks = keys("p", 12)
+    manager = manager_of(chunks)
+    request(manager, "1", chunks, returns_in_s=3, session="a")
+    reads(manager, clock, 102.5)
+    clock[0] += jump_s
+    manager.serve_queue()
+    manager.check()
+    request(manager, "2", chunks, returns_in_s=3, session="a")
+    clock[0] = 2e9
+    manager.serve_queue()
+    assert not manager.waiting.requests
+    assert not manager._host.claims
+    assert not manager.coming._sessions or jump_s > 2e9
+    manager.check()
 
 
 def test_a_session_that_returns_in_years_leaves_room_for_others(clock):

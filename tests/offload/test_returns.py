@@ -224,7 +224,7 @@ def test_a_claim_whose_tail_left_and_came_again_is_one_claim():
 
 
 def test_stores_are_told_what_requests_say_and_no_more_than_is_taken(monkeypatch):
-    monkeypatch.setattr(returns, "MOST_UNTOLD", 30)
+    monkeypatch.setattr(returns, "MOST_UNTOLD_CHUNKS", 30)
     engine = Engine(slots=64)
     engine.serve(prompt("a", 4), returns_in_s=5, session="a")
     assert not engine.manager.returns.to_tell, "there is no store"
