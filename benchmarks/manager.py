@@ -22,10 +22,12 @@ from typing import Any
 
 from benchmarks.harness import Row, report, row
 from benchmarks.vllm_parts.tier_lookup import tier_rows
+from kvoffload.config import WAITING_SHARE
 from kvoffload.messages import OffloadKey, make_offload_key
 from kvoffload.offload.base import ReqContext
 from kvoffload.offload.host_cache import HostCache
 from kvoffload.offload.manager import TieredOffloadingManager
+from kvoffload.offload.waiting import PORTION
 from kvoffload.policies.arc import ARCPolicy
 from kvoffload.policies.handicap import HandicapPolicy
 from kvoffload.policies.lru import LRUPolicy
@@ -37,6 +39,8 @@ TURN = 4
 """Batches a side has in a turn. With one, each would find the caches full of the other's data."""
 PINNED = 20_000
 LARGE = 2_000_000
+QUEUED = 2000
+"""Chunks of a prompt in the queue."""
 CYCLES = (
     (
         "store cycle with eviction",
@@ -193,6 +197,7 @@ def run() -> dict[str, Any]:
     rows += [_pinned_row(make(CAPACITY)) for make in made.values()]
     rows += [row for make in made.values() for row in _entry_rows(make)]
     rows += _growth_rows(made)
+    rows += _queue_rows()
     rows += tier_rows()
     return report("manager", rows)
 
@@ -258,6 +263,36 @@ def _pinned_row(side: Side) -> Row:
         free_s * 1e6,
         "none pinned",
     )
+
+
+def _queue_rows() -> list[Row]:
+    """Queue prompts of which host memory keeps as much as it may; and serve the queue."""
+    host = HostCache(CAPACITY, HandicapPolicy(CAPACITY))
+    manager = TieredOffloadingManager(host, waiting_share=WAITING_SHARE)
+    side, prompts = Side("ours, handicap", manager), range(CAPACITY // QUEUED)
+    for number in prompts:
+        side.store(new_keys(number * QUEUED, QUEUED))
+    queued, served, ended = list[float](), list[float](), list[float]()
+    for number in prompts:
+        keys, context = new_keys(number * QUEUED, QUEUED), ReqContext(f"queued {number}")
+        queued.append(_took_s(lambda: manager.request_queued(lambda: keys, context)))  # noqa: B023
+        served += [_took_s(manager.serve_queue) for _ in range(QUEUED // PORTION + 1)]
+    for number in prompts:
+        context = ReqContext(f"queued {number}")
+        ended.append(_took_s(lambda: manager.request_admitted(context)))  # noqa: B023
+    title = f"a queue of prompts of {QUEUED:,} chunks; {side.name}"
+    return [
+        row(f"request_queued, {title}", statistics.median(queued) * 1e6, "us", 200, "goal"),
+        row(f"serve_queue, {title}", statistics.median(served) * 1e6, "us", 200, "goal"),
+        row(f"serve_queue, the longest, {title}", max(served) * 1e6, "us"),
+        row(f"request_admitted, {title}", statistics.median(ended) * 1e6, "us"),
+    ]
+
+
+def _took_s(call: Callable[[], object]) -> float:
+    started = time.perf_counter()
+    call()
+    return time.perf_counter() - started
 
 
 def _one_by_one(side: Side, first: int) -> float:
