@@ -42,11 +42,13 @@ class MotoServer:
 
     def options(self, **more: object) -> dict[str, object]:
         """Make a bucket; return the settings of a tier in it."""
-        bucket = f"test-{uuid.uuid4().hex[:12]}"
-        urllib.request.urlopen(
-            urllib.request.Request(f"{self.endpoint}/{bucket}", method="PUT"), timeout=30
-        ).close()
+        self.make_bucket(bucket := f"test-{uuid.uuid4().hex[:12]}")
         return {"url": f"s3://{bucket}/kv", "endpoint": self.endpoint, **login(), **more}
+
+    def make_bucket(self, name: str) -> None:
+        """Make a bucket of this name."""
+        request = urllib.request.Request(f"{self.endpoint}/{name}", method="PUT")
+        urllib.request.urlopen(request, timeout=30).close()
 
     def stop(self) -> None:
         """End the server."""
