@@ -56,7 +56,7 @@ class Failed(Exception):
 BREAKER_OPEN = Failure("lost_breaker_open")
 CANCELLED = Failure("lost_cancelled")
 BUSY = Failure("lost_busy")
-TIMEOUT = Failure("lost_timeout")
+TIMEOUT = Failure("lost_timeout", "check network and server, or raise timeout_s")
 
 _LASTING: tuple[tuple[tuple[str, ...], str, str], ...] = (
     (("RequestTimeTooSkewed", "RequestExpired"), "refused_clock_skew",

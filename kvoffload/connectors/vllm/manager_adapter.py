@@ -319,7 +319,7 @@ class ManagerAdapter(VllmManager):  # type: ignore[misc]  # untyped base
 
 def _locality(medium: str) -> Locality:
     # Only a tier that several machines are known to share is called remote.
-    return Locality.REMOTE if medium.startswith("REDIS") else Locality.LOCAL
+    return Locality.REMOTE if medium.startswith(("REDIS", "OBJECT")) else Locality.LOCAL
 
 
 def our_context(req_context: VllmContext) -> ReqContext:

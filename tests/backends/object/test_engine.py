@@ -1,0 +1,61 @@
+"""Engines over an object store: through an I/O process, with a disk, and without the bucket."""
+
+import time
+
+import pytest
+
+from tests.support.small_engine import SmallEngine
+
+
+@pytest.fixture
+def engine(new_kv_caches, new_request):
+    """Makes engines over tiers; they are closed after the test."""
+    made = []
+
+    def make(*backends, seed=1, **settings):
+        made.append(SmallEngine(new_kv_caches(seed=seed), new_request, *backends, **settings))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.check()
+        each.connector.close()
+
+
+def test_a_second_engine_loads_what_the_first_computed(engine, options):
+    tier = {"type": "object", **options}
+    first, second = engine(tier, io="thread"), engine(tier, seed=2)
+    first.store("prompt")
+    second.truth = first.truth
+    assert second.load("other") == 0
+    assert second.load("prompt") == 10
+    stats = second.connector.stats()
+    assert stats["tier_events"]["object"]["read_ok"] == 10
+    assert stats["tier_up"]["object"] == 1
+
+
+def test_a_chunk_of_the_bucket_serves_an_engine_whose_disk_is_new(engine, options, tmp_path, until):
+    def tiers(name):
+        disk = {"type": "disk", "root": str(tmp_path / name), "capacity": "64MiB"}
+        return disk | {"min_free": 0}, {"type": "object", **options}
+
+    first = engine(*tiers("one"), io="thread")
+    first.store("prompt")
+    memory = {"cpu_bytes": 20 * 4096, "staging_bytes": 0}
+    second = engine(*tiers("two"), seed=2, io="thread", **memory)
+    second.truth = first.truth
+    assert second.load("prompt") == 10
+    assert second.connector.flush(20)
+    until(lambda: second.connector.stats()["tier_gauges"]["disk"]["chunks"] == 10)
+    assert second.connector.stats()["tier_events"]["object"]["read_ok"] == 10
+
+
+def test_an_engine_goes_on_without_its_bucket(engine, options, s3):
+    tier = {"type": "object", **options, "timeout_s": 0.3, "endpoint": "http://127.0.0.1:1"}
+    alone = engine(tier, io="thread")
+    alone.store("prompt")
+    assert alone.load("prompt") == 0
+    end = time.monotonic() + 10
+    while alone.connector.stats()["tier_up"]["object"] and time.monotonic() < end:
+        alone.load("prompt")
+    assert alone.connector.stats()["tier_up"]["object"] == 0
