@@ -4,9 +4,10 @@ A survey lists all names. A purge of one namespace lists its part of each of 256
 names of chunks begin with a hash.
 """
 
+import itertools
 import threading
 import time
-from collections import Counter, defaultdict
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Concatenate, NamedTuple, ParamSpec, TypeVar
@@ -56,6 +57,8 @@ MOST_DESCRIBED = 256
 """Namespaces whose facts an engine reads at its start."""
 MOST_NAMES = 10_000
 """Names that an engine looks at for the log line of a cold start: ten requests."""
+_MOST_CHUNKS = 1 << 22
+"""Chunks that one verify can choose from: about 2 GiB of names."""
 _MOST_CHUNK_BYTES = 1 << 30
 """A larger object is no chunk."""
 P = ParamSpec("P")
@@ -197,12 +200,21 @@ def _collect(operator: Operator, wanted: Garbage) -> Collected:
         return _collected(total.chunks, total.nbytes, wanted)
     age_s = operator.options.ttl_s if wanted.unused_s is None else wanted.unused_s
     oldest_s = time.time() - age_s
-    old = [each for each, _ in operator.chunks(tag) if each.modified_s <= oldest_s]
-    if not wanted.dry_run:
-        operator.bucket.delete_all([each.name for each in old])
-        told = [each.name for each in operator.listed(MANIFESTS) if each.modified_s <= oldest_s]
+    removed: Counter[str] = Counter()
+
+    def old() -> Iterator[str]:
+        for each, _ in operator.chunks(tag):
+            if each.modified_s <= oldest_s:
+                removed.update(chunks=1, nbytes=each.nbytes)
+                yield each.name
+
+    if wanted.dry_run:
+        deque(old(), maxlen=0)
+    else:
+        operator.bucket.delete_all(old())
+        told = (each.name for each in operator.listed(MANIFESTS) if each.modified_s <= oldest_s)
         operator.bucket.delete_all(told)
-    return _collected(len(old), sum(each.nbytes for each in old), wanted)
+    return _collected(removed["chunks"], removed["nbytes"], wanted)
 
 
 def _collected(chunks: int, nbytes: int, wanted: Garbage) -> Collected:
@@ -211,7 +223,10 @@ def _collected(chunks: int, nbytes: int, wanted: Garbage) -> Collected:
 
 
 def _verify(operator: Operator, wanted: Check) -> Verified:
-    run = Verification(list(operator.chunks()), wanted, lambda chunk: chunk[0].nbytes)
+    chunks = list(itertools.islice(operator.chunks(), _MOST_CHUNKS + 1))
+    if len(chunks) > _MOST_CHUNKS:
+        raise ConnectionError(f"more than {_MOST_CHUNKS} chunks are too many for one verify")
+    run = Verification(chunks, wanted, lambda chunk: chunk[0].nbytes)
     for stored, name in run.chosen:
         operator.pause()
         read_bytes, fault = 0, "corrupt_size"

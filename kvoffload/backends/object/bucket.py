@@ -3,6 +3,7 @@
 A request is sent once, without a retry. Credentials are read again while they are in use.
 """
 
+import itertools
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import UTC, datetime, timedelta
@@ -125,18 +126,15 @@ class Bucket:
 
     def delete_all(self, names: Iterable[str]) -> int:
         """Delete many objects in few requests where the provider can; return their number."""
-        deleted, batch = 0, list[str]()
-        for name in [*names, ""]:
-            if batch and (not name or len(batch) == _NAMES_A_DELETE):
-                try:
-                    with explained():
-                        obstore.delete(self._store, batch)
-                except FileNotFoundError:  # one was gone, which some providers call an error
-                    for each in batch:
-                        self.delete(each)
-                deleted += len(batch)
-                batch = []
-            batch.append(name)
+        deleted, left = 0, iter(names)
+        while batch := list(itertools.islice(left, _NAMES_A_DELETE)):
+            try:
+                with explained():
+                    obstore.delete(self._store, batch)
+            except FileNotFoundError:  # one was gone, which some providers call an error
+                for each in batch:
+                    self.delete(each)
+            deleted += len(batch)
         return deleted
 
     def list(self, prefix: str = "", after: str = "") -> Iterator[Stored]:

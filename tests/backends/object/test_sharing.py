@@ -1,0 +1,72 @@
+"""Engines that share a bucket: who stores what, credentials that change, redirects."""
+
+import asyncio
+
+from kvoffload import open_backend
+from kvoffload.backends.header import namespace_digest, pack_header
+from kvoffload.backends.object import bucket
+from kvoffload.testing.backends import filled, keys_of, slots, wrong_bytes
+from tests.support.s3_stand_in import MISSING, STORED, Answer, S3StandIn, whole
+
+
+async def test_two_writers_at_once_store_each_chunk_once(options):
+    engines, keys = [open_backend("object", options, "n") for _ in range(2)], keys_of(24)
+    answers = await asyncio.gather(*(each.write(keys, filled(keys)) for each in engines))
+    assert answers == [[True] * 24] * 2
+    counts = [each.counters() for each in engines]
+    assert sum(each.get("write_ok", 0) for each in counts) == 24
+    assert sum(each.get("write_present", 0) for each in counts) == 24
+    into = slots(24)
+    assert await engines[0].read(keys, into) == [True] * 24
+    assert wrong_bytes(keys, into) == []
+    for each in engines:
+        await each.close()
+
+
+async def test_a_damaged_object_that_another_engine_replaced_is_loaded_again():
+    key, size = keys_of(1)[0], 65536
+    content = pack_header(key, namespace_digest("n"), filled([key])[0]) + bytes(filled([key])[0])
+    stored = [whole(content[:-1] + b"\0", "Sun, 22 Nov 2026 01:58:41 GMT")]
+    with S3StandIn(lambda verb, path: STORED if verb == "PUT" else stored[-1]) as server:
+        backend = open_backend("object", server.options(ttl_s=10**8), "n")
+        assert await backend.read([key], slots(1, size)) == [False]
+        assert await backend.contains([key]) == [False]
+        stored.append(whole(content, "Sun, 22 Nov 2026 01:58:42 GMT"))
+        assert await backend.contains([key]) == [True]
+        assert await backend.read([key], slots(1, size)) == [True]
+        await backend.close()
+
+
+async def test_a_changed_file_of_credentials_is_read_without_a_restart(monkeypatch, tmp_path):
+    monkeypatch.setattr(bucket, "_READ_AGAIN_S", -300.0)
+    files = {name: tmp_path / name for name in ("access_key", "secret_key", "token")}
+    for name, path in files.items():
+        path.write_text(f"{name}-one\n")
+        path.chmod(0o600)
+    with S3StandIn(lambda verb, path: MISSING) as server:
+        options = {name: value for name, value in server.options().items() if "_env" not in name}
+        named = {f"{name}_file": str(path) for name, path in files.items()}
+        backend = open_backend("object", {**options, **named}, "n")
+        await backend.contains(keys_of(1))
+        for name, path in files.items():
+            path.write_text(f"{name}-two\n")
+        await asyncio.sleep(0.15)  # the client library asks at most ten times a second
+        await backend.contains(keys_of(1))
+        await backend.close()
+    first, last = server.sent[0], server.sent[-1]
+    assert "access_key-one" in first["authorization"]
+    assert "access_key-two" in last["authorization"]
+    assert last["x-amz-security-token"] == "token-two"
+    assert "secret" not in str(server.sent)
+
+
+async def test_a_redirect_gets_no_chunk_and_no_signature():
+    with S3StandIn(lambda verb, path: MISSING) as elsewhere:
+        target = f"http://localhost:{elsewhere.port}/taken"
+        with S3StandIn(lambda verb, path: Answer(307, b"", {"Location": target})) as server:
+            backend = open_backend("object", server.options(timeout_s=0.5), "n")
+            assert await backend.write(keys_of(2), filled(keys_of(2))) == [False] * 2
+            assert await backend.read(keys_of(1), slots(1)) == [False]
+            await backend.close()
+    assert {verb for verb, _ in elsewhere.asked} <= {"GET", "HEAD"}
+    assert all("authorization" not in {name.lower() for name in sent} for sent in elsewhere.sent)
