@@ -24,7 +24,6 @@ from kvoffload.backends.admin import Finding
 from kvoffload.backends.base import Described, ReadResult, Usage, check_lengths
 from kvoffload.backends.blocking_pool import BlockingPool, run_once, start_once
 from kvoffload.backends.header import (
-    OTHER_VERSION,
     Header,
     check_key,
     parse_header,
@@ -182,11 +181,14 @@ class ObjectBackend(ThreadedBackend, ObjectAdmin):
             version = self._versions.pop(threading.get_ident(), "")
         if result is ReadResult.HIT:
             self.count("read_ok")
-        elif result is ReadResult.CORRUPT:
-            self._damaged.warning("object: an object is not the chunk asked for; it is replaced")
-            self._note_useless(key, version)
-        elif result is ReadResult.MISSING and self._manifest is not None:
-            self._manifest.discard(key)
+        elif result in (ReadResult.MISSING, ReadResult.CORRUPT):
+            if result is ReadResult.CORRUPT:
+                text = "object: an object is not the chunk asked for; the next store replaces it"
+                self._damaged.warning(text)
+            if version:  # damaged, of another version, or under another key
+                self._note_useless(key, version)
+            elif self._manifest is not None:
+                self._manifest.discard(key)
         return result
 
     def get(self, key: bytes, header: memoryview, into: memoryview) -> bool | ReadResult:
@@ -250,7 +252,8 @@ class ObjectBackend(ThreadedBackend, ObjectAdmin):
         if self._is_expired(key, stored):
             return False
         if stored.nbytes != len(header) + into.nbytes:
-            _receive_header(incoming, header)
+            if _receive_header(incoming, header):
+                self._versions.pop(me)  # right, and of another length: a load of that finds it
             return True
         done = 0
         for piece in incoming.pieces():
@@ -260,8 +263,6 @@ class ObjectBackend(ThreadedBackend, ObjectAdmin):
                 raise Failed(TIMEOUT)
             _place(piece, done, header, into)
             done += len(piece)
-        if parse_header(header) == OTHER_VERSION:
-            self._note_useless(key, stored.version)
         return True
 
     def _is_expired(self, key: bytes, stored: Stored) -> bool:
@@ -347,18 +348,20 @@ class ObjectBackend(ThreadedBackend, ObjectAdmin):
             self._manifest.join()
 
 
-def _receive_header(incoming: Incoming, header: memoryview) -> None:
+def _receive_header(incoming: Incoming, header: memoryview) -> bool:
     """Receive the header alone, because the slot does not take what is behind it.
 
-    It stays zeros if the object is less than the chunk that it begins.
+    Returns:
+        Whether the object has all of the chunk that it begins; if not, the header stays zeros.
     """
     piece = next(incoming.pieces(), memoryview(b""))  # the rest is not received
     found = parse_header(piece[: len(header)])
-    is_part = isinstance(found, Header) and (
-        found.header_bytes + found.payload_bytes != incoming.stored.nbytes
+    is_whole = isinstance(found, Header) and (
+        found.header_bytes + found.payload_bytes == incoming.stored.nbytes
     )
-    if len(piece) >= len(header) and not is_part:
+    if is_whole:
         header[:] = piece[: len(header)]
+    return is_whole
 
 
 def _place(piece: memoryview, at: int, header: memoryview, into: memoryview) -> None:

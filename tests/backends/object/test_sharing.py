@@ -5,7 +5,9 @@ import asyncio
 from kvoffload import open_backend
 from kvoffload.backends.header import namespace_digest, pack_header
 from kvoffload.backends.object import bucket
+from kvoffload.backends.object.naming import chunk_name, namespace_tag
 from kvoffload.testing.backends import filled, keys_of, slots, wrong_bytes
+from tests.support.other_version import VERSION, resealed
 from tests.support.s3_stand_in import MISSING, STORED, Answer, S3StandIn, whole
 
 
@@ -35,6 +37,24 @@ async def test_a_damaged_object_that_another_engine_replaced_is_loaded_again():
         assert await backend.contains([key]) == [True]
         assert await backend.read([key], slots(1, size)) == [True]
         await backend.close()
+
+
+async def test_a_chunk_of_another_version_is_replaced_and_one_of_another_length_is_not(options):
+    (key, other), size = keys_of(2), 65536
+    backend = open_backend("object", options, "n")
+    assert await backend.write([key, other], filled([key, other])) == [True] * 2
+    name = chunk_name(namespace_tag("n"), key)
+    chunk = resealed(bytes(backend._bucket.fetch(name, 1 << 20)), 256, VERSION, 2)
+    backend._bucket.put(name, [chunk], replace=True)
+    assert await backend.read([key], slots(1, size)) == [False]
+    assert await backend.read([other], slots(1, size // 2)) == [False]
+    assert await backend.contains([key, other]) == [False, True]
+    assert await backend.write([key], filled([key])) == [True]
+    assert await backend.read([key, other], slots(2, size)) == [True, True]
+    counters = backend.counters()
+    assert (counters["other_version"], counters["read_length"]) == (1, 1)
+    assert counters["write_replaced"] == 1
+    await backend.close()
 
 
 async def test_a_changed_file_of_credentials_is_read_without_a_restart(monkeypatch, tmp_path):
