@@ -26,10 +26,9 @@ AZURITE = shutil.which("azurite-blob")
 ACCOUNT = "kvoffload"
 ACCOUNT_KEY = base64.b64encode(b"not a secret: " + bytes(50)).decode()
 
-pytestmark = [
-    pytest.mark.skipif(AZURITE is None, reason="needs Azurite: npm install -g azurite@3.35.0"),
-    pytest.mark.long,
-]
+pytestmark = pytest.mark.long
+if AZURITE is None:
+    pytest.skip("needs Azurite: npm install -g azurite@3.35.0", allow_module_level=True)
 
 
 @pytest.fixture(scope="module")
