@@ -1,7 +1,7 @@
 """The folder backend with chunks of 60 KiB, and steps that its tests share."""
 
 import asyncio
-import os
+import contextlib
 
 from kvoffload.backends.folder.backend import FolderBackend, FolderOptions
 from kvoffload.config import ByteSize
@@ -53,11 +53,7 @@ def path_of(root, key):
 def stored_bytes(root):
     """Return the bytes of all chunks, and of those being written."""
     total = 0
-    for folder, _, files in os.walk(root):
-        if len(os.path.basename(folder)) == 2:
-            for file in files:
-                try:
-                    total += os.lstat(f"{folder}/{file}").st_size
-                except FileNotFoundError:
-                    continue
+    for path in root.glob("*/??/*"):
+        with contextlib.suppress(FileNotFoundError):
+            total += path.lstat().st_size
     return total

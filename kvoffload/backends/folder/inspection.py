@@ -16,9 +16,10 @@ from kvoffload.backends.disk.paths import MANIFEST, SCRATCH, SHARDS, is_namespac
 from kvoffload.backends.disk.root_checks import enter_safely
 from kvoffload.backends.disk.vfs import Vfs
 from kvoffload.backends.disk.walker import names_in, walk
-from kvoffload.backends.folder.evictor import DEAD_S, FREED, LEAST_FREE, LEFTOVER_S
+from kvoffload.backends.folder.evictor import DEAD_S, FREED, LEAST_FREE
 from kvoffload.backends.folder.places import HOSTS, LEASE, NEW, STORE, is_temporary
 from kvoffload.backends.folder.records import LeaseRecord, Records, StoreRecord
+from kvoffload.backends.folder.scan import LEFTOVER_S
 from kvoffload.backends.folder.seal import Seal
 from kvoffload.backends.folder.shared_root import check_content
 from kvoffload.backends.folder.upkeep import LEASE_S

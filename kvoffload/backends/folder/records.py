@@ -57,6 +57,8 @@ class LeaseRecord(Record, frozen=True, kw_only=True):
     capacity_bytes: int
     resident_bytes: int | None
     """Bytes of files under the root; None until they are counted for the first time."""
+    unsure_bytes: int = 0
+    """What processes may have stored before they died, until the next scan."""
     granted_bytes: int
     """For each process, beyond what is counted of it."""
     counted: dict[str, int]

@@ -69,7 +69,7 @@ class Housekeeper:
         self._wake = threading.Event()
         self._is_closing = False
         self.room = Room(self._wake.set)
-        self._evictor = Evictor(vfs, root.path, records, capacity_bytes, evicted, self._pulse)
+        self._evictor = Evictor(vfs, root.path, records, capacity_bytes, evicted)
         self._is_full = False
         self._looked_s = time.monotonic()
         self._told: HostRecord | None = None
@@ -215,6 +215,7 @@ class Housekeeper:
             host=socket.gethostname(),
             capacity_bytes=self._capacity_bytes,
             resident_bytes=self._evictor.resident_bytes,
+            unsure_bytes=self._evictor.unsure_bytes,
             granted_bytes=self._evictor.granted_bytes,
             counted=dict(self._evictor.counted),
         )
@@ -228,14 +229,6 @@ class Housekeeper:
             self._is_full = True
         else:
             self._written, self._written_s = lease, time.monotonic()
-
-    def _pulse(self) -> bool:
-        """Keep the lease and the record young during a scan; return whether to go on."""
-        if self._is_closing:
-            return False
-        self._tell()
-        self._publish(self._token)
-        return True
 
     # ---- the rest --------------------------------------------------------------------------
 

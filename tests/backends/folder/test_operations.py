@@ -87,7 +87,7 @@ async def test_the_tail_of_a_job_is_written_first_and_so_leaves_first(tmp_path):
 
 async def test_a_scan_of_many_names_lists_each_folder_once_and_remembers_few(tmp_path, monkeypatch):
     """Ten million names: 256 listings, memory for the oldest alone, two calls an eviction."""
-    monkeypatch.setattr("kvoffload.backends.folder.evictor._CANDIDATES", 100)
+    monkeypatch.setattr("kvoffload.backends.folder.scan.MOST_OLDEST", 100)
     backend = open_folder(tmp_path / "share")
     keys = keys_of(1000)
     await backend.write(keys, filled(keys, 64))
@@ -95,9 +95,7 @@ async def test_a_scan_of_many_names_lists_each_folder_once_and_remembers_few(tmp
     vfs, gone = CountingVfs(), []
     root = str(tmp_path / "share")
     records = Records(vfs, root, "test")
-    evictor = Evictor(
-        vfs, root, records, 900 << 13, lambda *names: gone.append(names), lambda: True
-    )
+    evictor = Evictor(vfs, root, records, 900 << 13, lambda *names: gone.append(names))
     evictor.begin(None, is_new=False)
     for _ in range(3):
         evictor._scan_due_s = 0.0  # scans are rare: they take a tenth of the time at most
@@ -108,4 +106,4 @@ async def test_a_scan_of_many_names_lists_each_folder_once_and_remembers_few(tmp
     assert calls["lstat"] <= len(gone) + 2
     assert calls["listdir"] == 256 * evictor.scans
     assert evictor.scans <= 2 + len(gone) // 100
-    assert len(evictor._candidates) <= 100
+    assert len(evictor._oldest) <= 100

@@ -39,7 +39,7 @@ async def test_the_capacity_holds_for_all_hosts_and_one_of_them_evicts(mounts):
     async def watch():
         nonlocal most
         while not is_over:
-            most = max(most, stored_bytes(mounts[0]))
+            most = max(most, stored_bytes(mounts[0] / "kv"))
             await asyncio.sleep(0.01)
 
     watching = asyncio.ensure_future(watch())

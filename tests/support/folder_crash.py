@@ -1,0 +1,206 @@
+"""SIGKILL engines that share a folder by two mounts, and see that no reader gets a wrong byte.
+
+``python -m tests.support.folder_crash --root /mnt/a/kv --root /mnt/b/kv --kills 10000 --seed 1``
+prints one JSON object. Each writer is a process: it opens the root by one of its mounts, stores and
+loads keys that all writers have in common, compares every loaded byte, and works until it is
+killed. The clocks of the mounts' processes are twenty minutes apart.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import gc
+import glob
+import json
+import mmap
+import os
+import random
+import signal
+import sys
+import time
+from typing import NamedTuple
+
+from kvoffload.backends.folder import evictor, scan, upkeep
+from kvoffload.backends.folder.backend import FolderBackend, FolderOptions
+from kvoffload.config import ByteSize
+from kvoffload.testing.backends import filled, keys_of, payload_of, slots
+
+SIZE = 12 * 1024
+ON_DISK = 16 * 1024
+NAMESPACE = "crash"
+WRITERS = 4
+"""Of each mount."""
+LIFE_S = 0.1
+"""The longest, from the start of a writer to its death."""
+
+
+class Report(NamedTuple):
+    """What a campaign found."""
+
+    kills: int
+    stored: int
+    read: int
+    """Chunks loaded and compared byte by byte."""
+    evicted: int
+    wrong: int
+    """Loads that gave other bytes than those stored."""
+    failed: int
+    """Writers that ended by themselves."""
+    most_bytes: int
+    """Of all chunks, finished or not."""
+    found_after: int
+    """Chunks that a new engine loads when all others are dead."""
+    leftovers: int
+    """Unfinished files that its eviction has not removed."""
+
+
+def campaign(roots: list[str], kills: int, seed: int, capacity: int, keys: int = 96) -> Report:
+    """Kill so many writers, and then open the root once more."""
+    # As lives are short here, so are leases and what else waits for dead processes.
+    upkeep.TURN_S, upkeep.LEASE_S, upkeep._RENEW_S = 0.01, 0.1, 0.03
+    evictor.DEAD_S, evictor.SURELY_S = 0.1, 0.05
+    evictor.LEFTOVER_S = scan.LEFTOVER_S = 0.3
+    figures = memoryview(mmap.mmap(-1, 4096)).cast("q")
+    names, rng = keys_of(keys, f"crash{seed}"), random.Random(seed)
+    gc.freeze()  # what is never looked at by the collector need not be copied for a child
+    alive: dict[int, tuple[int, float]] = {}
+    failed = most = done = 0
+    look_s = 0.0
+    free = list(range(len(roots) * WRITERS))
+    while done < kills or alive:
+        while free and done + len(alive) < kills:
+            place = free.pop()
+            pid = os.fork()
+            if pid == 0:
+                _child(roots[place % len(roots)], place, names, figures, rng.random(), capacity)
+            alive[pid] = place, time.monotonic() + rng.random() * LIFE_S
+        for pid, (place, until_s) in list(alive.items()):
+            ended, _ = os.waitpid(pid, os.WNOHANG)
+            if ended:
+                failed += 1
+            elif time.monotonic() > until_s:
+                os.kill(pid, signal.SIGKILL)
+                os.waitpid(pid, 0)
+            else:
+                continue
+            done += 1
+            free.append(place)
+            del alive[pid]
+        if time.monotonic() > look_s:
+            most, look_s = max(most, stored_bytes(roots[0])), time.monotonic() + 0.05
+        time.sleep(0.001)
+    time.sleep(0.4)  # until their leases and unfinished files are old
+    found, leftovers = asyncio.run(_after(roots[0], names, figures, capacity))
+    totals = [sum(figures[i::4][: len(roots) * WRITERS + 1]) for i in range(4)]
+    return Report(kills, *totals[:3], totals[3], failed, most, found, leftovers)
+
+
+def _child(
+    root: str,
+    place: int,
+    keys: list[bytes],
+    figures: "memoryview[int]",
+    seed: float,
+    capacity: int,
+) -> None:
+    """One writer; never returns."""
+    shift_s = 600.0 if place % 2 else -600.0
+    real_s, real_ns = time.time, time.time_ns
+    time.time = lambda: real_s() + shift_s
+    time.time_ns = lambda: real_ns() + int(shift_s * 1e9)
+    try:
+        mine = figures[place * 4 : place * 4 + 4]
+        asyncio.run(_life(root, keys, mine, random.Random(seed), capacity))
+    except BaseException as error:  # whatever it is, the parent must hear of it
+        print(f"a writer failed: {error!r}", file=sys.stderr)
+    finally:
+        os._exit(1)
+
+
+def _opened(root: str, capacity: int) -> FolderBackend:
+    options = FolderOptions(
+        root=root, capacity=ByteSize(capacity), threads=2, trust_parent_folders=True
+    )
+    return FolderBackend(options, NAMESPACE)
+
+
+async def _life(
+    root: str, keys: list[bytes], mine: "memoryview[int]", rng: random.Random, capacity: int
+) -> None:
+    backend = _opened(root, capacity)
+    evicted = mine[2]
+    while True:
+        some = rng.sample(keys, rng.randrange(1, 9))
+        if rng.random() < 0.6:
+            mine[0] += sum(await backend.write(some, filled(some, SIZE)))
+        else:
+            await backend.contains(some)
+            await _compare(backend, some, mine)
+        mine[2] = evicted + backend.counters().get("evicted", 0)
+
+
+async def _compare(backend: FolderBackend, keys: list[bytes], mine: "memoryview[int]") -> int:
+    into = slots(len(keys), SIZE)
+    answers = await backend.read(keys, into)
+    for key, slot, good in zip(keys, into, answers, strict=True):
+        mine[1] += bool(good)
+        mine[3] += bool(good) and bytes(slot) != payload_of(key, SIZE)
+    return sum(map(bool, answers))
+
+
+async def _after(
+    root: str, keys: list[bytes], figures: "memoryview[int]", capacity: int
+) -> tuple[int, int]:
+    """Open the root in this process; return the chunks that it loads, and leftovers."""
+    backend = _opened(root, capacity)
+    last = len(figures) // 4 - 1
+    found = await _compare(backend, keys, figures[last * 4 : last * 4 + 4])
+    figures[4 * WRITERS * 2 + 3] += figures[last * 4 + 3]
+    end_s = time.monotonic() + 20
+    for i in range(10_000):
+        more = keys_of(4, f"after{i}")
+        await backend.write(more, filled(more, SIZE))
+        if not unfinished(root) or time.monotonic() > end_s:
+            break
+    await backend.close()
+    return found, unfinished(root)
+
+
+def unfinished(root: str) -> int:
+    """Return how many files there are of chunks that nobody finished."""
+    return sum(name.startswith(".") for name, _ in _files(root))
+
+
+def stored_bytes(root: str) -> int:
+    """Return the bytes of all chunks, finished or not."""
+    return sum(size for _, size in _files(root))
+
+
+def _files(root: str) -> list[tuple[str, int]]:
+    """Return names and sizes of the files in shards."""
+    found = []
+    for shard in glob.glob(f"{root}/*/??"):
+        with contextlib.suppress(FileNotFoundError), os.scandir(shard) as files:
+            for file in files:
+                with contextlib.suppress(FileNotFoundError):
+                    found.append((file.name, file.stat(follow_symlinks=False).st_size))
+    return found
+
+
+def main() -> None:
+    """Run a campaign from the command line; exit code 1 if a byte was wrong."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--root", action="append", required=True, help="the root, by each mount")
+    parser.add_argument("--kills", type=int, default=1000)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--capacity", type=int, default=64 * ON_DISK)
+    asked = parser.parse_args()
+    began_s = time.monotonic()
+    report = campaign(asked.root, asked.kills, asked.seed, asked.capacity)
+    seconds = time.monotonic() - began_s
+    print(json.dumps(report._asdict() | {"seed": asked.seed, "seconds": seconds}))
+    sys.exit(1 if report.wrong or report.failed else 0)
+
+
+if __name__ == "__main__":
+    main()
