@@ -1,0 +1,114 @@
+"""Two hosts on a real network file system: sshfs, whose server is stopped, continued and killed."""
+
+import asyncio
+import signal
+import threading
+import time
+
+import pytest
+from folder_parts import SIZE, load, open_folder, store, until
+
+from kvoffload.backends.folder import doctor
+from kvoffload.backends.folder.admin import FolderAdmin
+from kvoffload.testing.backends import keys_of, slots
+from tests.backends.folder.test_backend import FolderSuite
+from tests.support.sshfs_mounts import MISSING, is_possible, sshfs_mounts
+
+pytestmark = pytest.mark.skipif(not is_possible(), reason=MISSING)
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory):
+    with sshfs_mounts(tmp_path_factory.mktemp("sshfs")) as mounts:
+        if mounts is None:
+            pytest.skip(MISSING)
+        yield mounts
+
+
+@pytest.fixture
+def roots(served, request):
+    """The same empty root by both mounts, and the server."""
+    one, two, server = served
+    yield one / request.node.name, two / request.node.name, server
+    server.signal(signal.SIGCONT)
+
+
+async def test_a_chunk_of_one_host_is_found_and_read_by_the_other(roots):
+    one, two = (open_folder(root) for root in roots[:2])
+    keys = keys_of(8)
+    assert await two.contains(keys) == [False] * 8
+    assert await store(one, keys) == [True] * 8
+    assert await two.contains(keys) == [True] * 8
+    assert await load(two, keys) == [True] * 8
+    await one.close()
+    await two.close()
+
+
+async def test_a_stopped_server_is_misses_by_the_deadline_and_serves_again(roots):
+    root, _, server = roots
+    backend = open_folder(root, threads=4, timeout_s=0.3)
+    keys, into = keys_of(12), slots(12, SIZE)
+    await store(backend, keys)
+    before = threading.active_count()
+    server.signal(signal.SIGSTOP)
+    begun_s = time.monotonic()
+    assert await backend.read(keys, into) == [False] * 12
+    assert await store(backend, keys_of(4, "new")) == [False] * 4
+    assert await backend.contains(keys) == [False] * 12
+    assert time.monotonic() - begun_s < 3
+    assert threading.active_count() <= before + 4
+    for slot in into:
+        slot[:] = b"\xaa" * SIZE
+    server.signal(signal.SIGCONT)
+    assert await until(lambda: backend.usage().gauges["up"])
+    assert await until(lambda: not backend._mount._threads.all_busy_for(0))
+    await asyncio.sleep(0.2)
+    assert all(bytes(slot) == b"\xaa" * SIZE for slot in into)
+    assert await load(backend, keys) == [True] * 12
+    await backend.close()
+
+
+@pytest.mark.long
+async def test_doctor_measures_both_mounts(roots, monkeypatch):
+    monkeypatch.setattr(doctor, "_DEPTHS", (2,))
+    await open_folder(roots[0]).close()
+    options = {"root": str(roots[0]), "other_mount": str(roots[1]), "trust_parent_folders": True}
+    found = {each.check: each for each in await FolderAdmin(options).diagnose()}
+    assert found["file system"].detail.startswith("fuse.sshfs")
+    assert {found[name].verdict for name in ("file system", "rights", "other host", "times")} == {
+        "ok"
+    }
+    assert found["depth 2"].verdict != "failed"
+
+
+@pytest.mark.chaos
+class TestSshfs(FolderSuite):
+    @pytest.fixture(autouse=True)
+    def _own_folder(self, served, request):
+        self.folder = served[0] / request.node.name
+        self.folder.mkdir()
+        self._opened = []
+
+    settings = {"trust_parent_folders": True}  # noqa: RUF012
+
+
+def test_a_killed_server_is_misses_with_a_reason(tmp_path):
+    with sshfs_mounts(tmp_path) as mounts:
+        if mounts is None:
+            pytest.skip(MISSING)
+        asyncio.run(_killed(*mounts))
+
+
+async def _killed(one, two, server):
+    backend, keys = open_folder(one / "kv", timeout_s=2.0), keys_of(4)
+    await store(backend, keys)
+    server.signal(signal.SIGKILL)
+    assert await load(backend, keys) == [False] * 4
+    assert await store(backend, keys_of(2, "new")) == [False] * 2
+    assert await backend.contains(keys) == [False] * 4
+    counts = backend.counters()
+    assert any(name.startswith(("read_io_", "read_missing", "read_late")) for name in counts)
+    assert any(name.startswith(("write_io_", "write_missing", "write_late")) for name in counts)
+    await backend.close()
+    assert not one.is_mount()
+    assert list(one.iterdir()) == []  # nothing was written in the place of the mount
