@@ -134,6 +134,12 @@ class OffloadConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     waiting_share: _Share = WAITING_SHARE
     """Part of host memory that may be kept for requests in the engine's queue. Their chunks stay
     until they run, and come early from the tiers. 0: the queue is not looked at."""
+    tenants: bool = False
+    """Whether chunks are told apart by their requests' ``cache_salt``, which names a tenant."""
+    tenant_share: _Share = 1.0
+    """With ``tenants``: the part of host memory that chunks of one tenant may hold while other
+    chunks need room. A tenant above it evicts its own chunks first. Requests without a salt are one
+    tenant."""
     client_hints: tuple[str, ...] = HARMLESS_HINTS
     """Hints that requests may use. ``priority``, ``tiers``, ``explain``, ``session``, ``returns``
     and ``returns_in_s`` affect other requests or tell of them: allow these where all clients trust
@@ -176,6 +182,11 @@ class OffloadConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
             raise ConfigError("store_threshold", self.store_threshold, "must be at least 1")
         if not 0 <= self.waiting_share <= 1:
             raise ConfigError("waiting_share", self.waiting_share, "must be a part: from 0 to 1")
+        if not 0 < self.tenant_share <= 1:
+            raise ConfigError("tenant_share", self.tenant_share, "must be above 0, and at most 1")
+        if self.tenant_share < 1 and not self.tenants:
+            remedy = 'means nothing without "tenants": true'
+            raise ConfigError("tenant_share", self.tenant_share, remedy)
         if unknown := [name for name in self.client_hints if name not in KNOWN_HINTS]:
             raise ConfigError("client_hints", unknown[0], f"known: {', '.join(KNOWN_HINTS)}")
         if not 0 <= self.hint_share <= 1:

@@ -1,7 +1,7 @@
 """Builds both halves from settings: the manager, and the handlers with what they run on."""
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from kvoffload import registry
 from kvoffload.config import OffloadConfig, human_bytes
@@ -22,6 +22,8 @@ from kvoffload.offload.extents import ExtentCache
 from kvoffload.offload.geometry import HostGeometry
 from kvoffload.offload.host_cache import HostCache
 from kvoffload.offload.manager import Tier, TieredOffloadingManager
+from kvoffload.policies.base import Policy
+from kvoffload.policies.tenant_order import TenantOrder, TenantShares
 from kvoffload.transfer.base import Copier
 from kvoffload.transfer.engine import ROUTES, TransferEngine
 from kvoffload.transfer.factory import make_copier
@@ -38,6 +40,8 @@ def make_host_cache(
     row_bytes: int,
     payload_bytes: Sequence[int],
     first_row: int = 0,
+    *,
+    tenants: TenantShares | None = None,
 ) -> HostCache:
     """Make the cache of a slab: with slots of one size, or of several where chunks differ in it.
 
@@ -47,13 +51,31 @@ def make_host_cache(
         row_bytes: bytes of a row.
         payload_bytes: bytes of a chunk of each KV cache group; empty where a row holds any chunk.
         first_row: the first row that may be used.
+        tenants: the shares of tenants; used by this cache alone.
     """
-    new_policy = registry.load(registry.POLICIES, policy, "policy")
+    new_policy = _policy_of(policy, tenants)
+    host: HostCache
     if _differ(payload_bytes):
         geometry = HostGeometry.plan(num_rows * row_bytes, payload_bytes)
-        return ExtentCache(geometry, new_policy, first_row)
-    num_slots = num_rows - first_row
-    return HostCache(num_slots, new_policy(num_slots), row_bytes, first_row)
+        host = ExtentCache(geometry, new_policy, first_row)
+    else:
+        num_slots = num_rows - first_row
+        host = HostCache(num_slots, new_policy(num_slots), row_bytes, first_row)
+    if tenants is not None:
+        host.tell_tenants_apart(tenants)
+    return host
+
+
+def _policy_of(name: str, tenants: TenantShares | None) -> Callable[[int], Policy]:
+    new_policy: Callable[[int], Policy] = registry.load(registry.POLICIES, name, "policy")
+    if tenants is None:
+        return new_policy
+    return lambda capacity: TenantOrder(new_policy(capacity), tenants)
+
+
+def tenants_of(config: OffloadConfig) -> TenantShares | None:
+    """Return the shares of tenants that settings ask for; None: tenants are not told apart."""
+    return TenantShares(config.tenant_share) if config.tenants else None
 
 
 def _differ(payload_bytes: Sequence[int]) -> bool:
@@ -158,7 +180,13 @@ class TieredOffloadingSpec(OffloadingSpec):
 
     def get_manager(self) -> TieredOffloadingManager:
         payloads = self._layout.payload_bytes if self._layout else ()
-        host = make_host_cache(self.config.policy, self.num_slots, self.slot_bytes, payloads)
+        host = make_host_cache(
+            self.config.policy,
+            self.num_slots,
+            self.slot_bytes,
+            payloads,
+            tenants=tenants_of(self.config),
+        )
         return make_manager(self.config, host, self._manager_tiers(), self.slot_bytes)
 
     def get_handlers(

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from kvoffload.offload.base import LoadJob, Manager, OffloadKey, ReqContext
+from kvoffload.offload.base import LoadJob, Manager, OffloadKey, ReqContext, tenant_id
 
 MAX_REMEMBERED = 1024
 """Requests; more only if an engine never admits those again whose loads were short."""
@@ -13,7 +13,8 @@ MAX_REMEMBERED = 1024
 class OffloadRequest(Protocol):
     """The attributes of an engine's request that the connector reads.
 
-    A request may also have ``kv_transfer_params``, with hints: see ``docs/guides/vllm.md``.
+    A request may also have ``kv_transfer_params``, with hints: see ``docs/guides/vllm.md``. Its
+    ``cache_salt``, if it has one, names its tenant.
     """
 
     request_id: str
@@ -55,7 +56,8 @@ class RequestState:
 
 def new_state(request: OffloadRequest, num_groups: int) -> RequestState:
     """Make the state of a request that has no chunks yet."""
-    context = ReqContext(request.request_id, getattr(request, "kv_transfer_params", None))
+    params, salt = (getattr(request, name, None) for name in ("kv_transfer_params", "cache_salt"))
+    context = ReqContext(request.request_id, params, tenant=tenant_id(salt))
     return RequestState(context, [[] for _ in range(num_groups)], [0] * num_groups)
 
 

@@ -5,6 +5,7 @@ half* is a set of :class:`OffloadingHandler`, which move bytes. An :class:`Offlo
 both.
 """
 
+import hashlib
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -62,6 +63,20 @@ class ReqContext:
     kv_transfer_params: Mapping[str, Any] | None = None
     reads_tier: Callable[[str], bool] | None = None
     """Whether the request may load from the tier of a name; None: from all."""
+    tenant: bytes = b""
+    """Whose request it is, see :func:`tenant_id`; empty without a ``cache_salt``."""
+
+
+def tenant_id(salt: object) -> bytes:
+    """Return the 16 bytes that stand for the tenant of a ``cache_salt``; empty without one."""
+    # Clients may send what is no Unicode.
+    text = str(salt or "").encode(errors="surrogatepass")
+    return hashlib.sha256(text).digest()[:16] if text else b""
+
+
+def tenant_of(req_context: "ReqContext | None") -> bytes:
+    """Return the request's tenant; empty without a context."""
+    return req_context.tenant if req_context else b""
 
 
 def request_id(req_context: ReqContext | None) -> str:

@@ -105,7 +105,9 @@ class EarlyReads:
         if not fits and not kept_bytes:
             # A chunk larger than the budget is read when nothing else is.
             fits = self._host.fitting(keys[:1], self._queue.room_bytes(request))
+        self._host.own(keys[:fits], request.context.tenant)
         slots = self._slots_for(keys[:fits])
+        self._host.disown(keys[len(slots) : fits])
         if slots:
             self._begin(request, tier, keys[: len(slots)], slots)
         return bool(slots)

@@ -391,6 +391,7 @@ class ExtentCache(HostCache):
         return max(0, int(self.num_slots * SHARE_ABOVE) - above)
 
     def _forget_priorities(self, keys: Sequence[OffloadKey]) -> None:
+        super()._forget_priorities(keys)
         self._by_size.forget(keys)
 
     def _marked(self) -> Collection[bytes]:

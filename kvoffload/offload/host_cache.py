@@ -23,6 +23,7 @@ from kvoffload.policies.kept_order import KeptOrder
 from kvoffload.policies.lru import LRUOfTable, LRUPolicy
 from kvoffload.policies.ordered_queue import compact
 from kvoffload.policies.return_order import ExpectedReturns, ReturnOrder
+from kvoffload.policies.tenant_order import TenantShares
 
 
 @dataclass
@@ -76,6 +77,7 @@ class HostCache:
         # Wraps the order where there may be claims.
         self._kept: KeptOrder | None = None
         self._give_way: Callable[[int], bool] = lambda count: False
+        self._tenants: TenantShares | None = None
         # The order by expected return, within those; from the first one that is told.
         self._returns: ExpectedReturns | None = None
 
@@ -362,12 +364,36 @@ class HostCache:
         return order
 
     def _forget_priorities(self, keys: Sequence[OffloadKey]) -> None:
-        """Drop the priorities of chunks that left: stored again, they get a new one."""
+        """Drop the priorities and tenants of chunks that left: stored again, they get new ones."""
         if self._priorities is not None:
             self._priorities.forget(keys)
+        if self._tenants is not None:
+            self._tenants.forget(keys)
 
     def _marked(self) -> Collection[bytes]:
         return self._priorities.marked if self._priorities is not None else ()
+
+    # ---- tenants ----
+
+    def tell_tenants_apart(self, shares: TenantShares) -> None:
+        """Note whose each chunk is, before the first one; the order of this cache has shares."""
+        self._tenants = shares
+        shares.use(self.capacity_bytes, self.bytes_of)
+
+    def own(self, keys: Iterable[OffloadKey], tenant: bytes) -> None:
+        """Note the tenant of chunks that are about to come, before room is made for them."""
+        if self._tenants is not None:
+            self._tenants.own(keys, tenant)
+
+    def disown(self, keys: Iterable[OffloadKey]) -> None:
+        """Take back :meth:`own` for chunks that did not come, and are not here."""
+        if self._tenants is not None:
+            here = (self.evictable, self.pinned, self.incoming, self.fetching)
+            self._tenants.forget(key for key in keys if all(key not in place for place in here))
+
+    def tenant_of(self, key: OffloadKey) -> bytes:
+        """Return the tenant of a chunk; empty where none was noted."""
+        return self._tenants.of.get(key, b"") if self._tenants is not None else b""
 
     # ---- claims ----
 
@@ -431,6 +457,8 @@ class HostCache:
         self.evictable.clear()
         self._order.clear()
         self.claims.clear()
+        if self._tenants is not None:
+            self._tenants.clear()
         for moving in (self.incoming, self.fetching):
             for key, slot in moving.items():
                 self._orphans[key] = _Orphan(slot, 1)
@@ -454,6 +482,7 @@ class HostCache:
             (not idle.keys().isdisjoint(self.pinned), "a pinned chunk is not evictable"),
             (not self._more_uses.keys() <= self.pinned.keys(), "chunks in use are pinned"),
             (not here.issuperset(self._marked()), "only chunks in host memory have a priority"),
+            (not self._tenants_add_up(), "each chunk on its way or in host memory has a tenant"),
             (not self._turns_add_up(), "only chunks that take turns share a slot"),
         ):
             if broken:
@@ -465,6 +494,10 @@ class HostCache:
         if kept is None:
             return bool(claimed)
         return kept.num_kept != len(claimed) or any(key in kept.normal for key in claimed)
+
+    def _tenants_add_up(self) -> bool:
+        places = {*self.evictable, *self.pinned, *self.incoming, *self.fetching}
+        return self._tenants is None or self._tenants.of.keys() == places
 
     def _turns_add_up(self) -> bool:
         uses = Counter(self._uses())

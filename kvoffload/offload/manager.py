@@ -28,6 +28,7 @@ from kvoffload.offload.base import (
     StoreJob,
     WriteJob,
     request_id,
+    tenant_of,
 )
 from kvoffload.offload.coming_sessions import ComingSessions
 from kvoffload.offload.early_reads import EarlyReads
@@ -206,7 +207,9 @@ class TieredOffloadingManager(OffloadingManager):
         if slots is not None:
             spec, sources, covered = CPULoadStoreSpec(slots), dict[OffloadKey, Tier](), tuple(keys)
         else:
+            self._host.own(keys, tenant_of(req_context))
             spec, sources = self._staging.plan(keys, self._tiers_of(req_context))
+            self._host.disown(keys)
             covered = tuple(keys[: len(spec.block_ids)])
             self.counters["load_refused"] += len(keys) - len(covered)
         spec.job_id = next(self._job_ids)
@@ -291,8 +294,10 @@ class TieredOffloadingManager(OffloadingManager):
         # Named keys that are absent need no protection; mostly all of them are absent.
         protected = keys if len(new) < len(keys) else ()
         fitting = new if self._caching else self._passthrough.fitting(new)
+        self._host.own(fitting, tenant_of(req_context))
         slots, evicted = self._reserve(fitting, protected)
         refused = tuple(new[len(slots) :])
+        self._host.disown(refused)
         if self._caching and refused:
             self.drop(refused)
             refused = ()

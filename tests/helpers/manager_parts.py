@@ -6,6 +6,7 @@ from kvoffload.offload.base import ReqContext, make_offload_key
 from kvoffload.offload.host_cache import HostCache
 from kvoffload.offload.manager import Tier, TieredOffloadingManager
 from kvoffload.policies.lru import LRUPolicy
+from kvoffload.policies.tenant_order import TenantOrder, TenantShares
 
 
 def keys(prompt, count):
@@ -30,7 +31,12 @@ class Store:
 def new_manager(slots=10, stores=(), **settings):
     tiers = [Tier(f"tier{i}", store, store) for i, store in enumerate(stores)]
     settings = {"client_hints": KNOWN_HINTS, **settings}
-    host = HostCache(slots, LRUPolicy(slots), settings.pop("slot_bytes", 1))
+    share = settings.pop("tenant_share", None)
+    tenants = None if share is None else TenantShares(share)
+    policy = LRUPolicy(slots) if tenants is None else TenantOrder(LRUPolicy(slots), tenants)
+    host = HostCache(slots, policy, settings.pop("slot_bytes", 1))
+    if tenants is not None:
+        host.tell_tenants_apart(tenants)
     return TieredOffloadingManager(host, tiers, **settings)
 
 

@@ -36,6 +36,8 @@ NOT_HERE = {
     "client_hints": "SGLang shows no hints of requests to its storage",
     "tp_lcm_size": "pages of a rank hold all of its heads, so engines share them with those of the "
     "same --tp-size",
+    "tenants": "SGLang shows no salts of requests to its storage",
+    "tenant_share": "host memory is HiCache's own",
     "hint_share": "SGLang shows no hints of requests to its storage",
 }
 """Keys of vLLM and of other storages that mean nothing here, with what to do instead."""

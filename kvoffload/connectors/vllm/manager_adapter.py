@@ -32,6 +32,7 @@ from kvoffload.offload.base import (
     OffloadKey,
     ReqContext,
     StoreJob,
+    tenant_id,
 )
 from kvoffload.offload.hints import NO_HINTS, Hints
 from kvoffload.offload.manager import CPU
@@ -79,6 +80,7 @@ class ManagerAdapter(VllmManager):  # type: ignore[misc]  # untyped base
         self.unplaced: dict[str, tuple[OffloadKey, ...]] = {}
         """The same, where none of its chunks found room; they are counted as refused."""
         self._kept_out: set[str] = set()
+        self._tenants: dict[str, bytes] = {}
         self._came_before: dict[
             str, tuple[VllmContext, Callable[[], Sequence[OffloadKey]], str]
         ] = {}
@@ -95,12 +97,19 @@ class ManagerAdapter(VllmManager):  # type: ignore[misc]  # untyped base
         self._num_slots = num_slots
         came_before, self._came_before = self._came_before, {}
         for req_context, list_keys, tenant in came_before.values():
-            manager.request_queued(list_keys, our_context(req_context), tenant)
+            manager.request_queued(list_keys, self._context(req_context), tenant)
 
     def keep_out(self, req_id: str) -> None:
         """Load nothing for a request and store nothing of it, until it ends."""
         self._kept_out.add(req_id)
         self.events["requests_not_trusted"] += 1
+
+    def has_salt(self, req_id: str, salt: str) -> None:
+        """Note whose request it is, until it ends."""
+        self._tenants[req_id] = tenant_id(salt)
+
+    def _context(self, req_context: VllmContext) -> ReqContext:
+        return our_context(req_context, self._tenants.get(req_context.req_id, b""))
 
     def ignore_hint(self) -> None:
         """Count a wish of a request that is malformed."""
@@ -139,7 +148,7 @@ class ManagerAdapter(VllmManager):  # type: ignore[misc]  # untyped base
             return LookupResult.MISS
         if self.manager is None:
             return LookupResult.RETRY
-        return _ANSWERS[self.manager.lookup(key, our_context(req_context))]
+        return _ANSWERS[self.manager.lookup(key, self._context(req_context))]
 
     def lookup_prefix(
         self, keys: Sequence[OffloadKey], req_context: VllmContext
@@ -148,7 +157,7 @@ class ManagerAdapter(VllmManager):  # type: ignore[misc]  # untyped base
             return 0, False
         if self.manager is None:
             return 0, bool(keys)
-        return self.manager.lookup_prefix(keys, our_context(req_context))
+        return self.manager.lookup_prefix(keys, self._context(req_context))
 
     def has_room(self, keys: Sequence[OffloadKey]) -> bool:
         return self.manager is None or self.manager.has_room(keys)
@@ -159,7 +168,7 @@ class ManagerAdapter(VllmManager):  # type: ignore[misc]  # untyped base
         if self.manager is None:
             return True
         promises = self.manager.promises
-        return promises.is_worth_loading(keys, num_tokens, our_context(req_context))
+        return promises.is_worth_loading(keys, num_tokens, self._context(req_context))
 
     def computed(self, num_tokens: int, seconds: float) -> None:
         """Note how long the engine took to compute tokens of prompts."""
@@ -168,7 +177,7 @@ class ManagerAdapter(VllmManager):  # type: ignore[misc]  # untyped base
 
     def hints(self, req_context: VllmContext) -> Hints:
         """Return what a request asks for."""
-        return NO_HINTS if self.manager is None else self.manager.hints(our_context(req_context))
+        return NO_HINTS if self.manager is None else self.manager.hints(self._context(req_context))
 
     def is_fetching(self, keys: Sequence[OffloadKey]) -> bool:
         return self.manager is not None and self.manager.is_fetching(keys)
@@ -178,7 +187,7 @@ class ManagerAdapter(VllmManager):  # type: ignore[misc]  # untyped base
             return ["never_stored"] * len(keys)
         if req_context.req_id in self._kept_out:
             return ["not_trusted"] * len(keys)
-        return self.manager.explain(keys, our_context(req_context))
+        return self.manager.explain(keys, self._context(req_context))
 
     def get_load_source(self, key: OffloadKey, req_context: VllmContext) -> CacheHitSource:
         """Name the tier a chunk of the load just prepared comes from."""
@@ -199,7 +208,7 @@ class ManagerAdapter(VllmManager):  # type: ignore[misc]  # untyped base
         if self.manager is None:
             self._came_before[req_context.req_id] = req_context, list_keys, tenant
         else:
-            self.manager.request_queued(list_keys, our_context(req_context), tenant)
+            self.manager.request_queued(list_keys, self._context(req_context), tenant)
 
     def request_admitted(self, req_id: str) -> None:
         """Note that a request runs; call it after its load has begun."""
@@ -222,7 +231,7 @@ class ManagerAdapter(VllmManager):  # type: ignore[misc]  # untyped base
         if self.manager is None:
             return CPULoadStoreSpec(())
         self._count_use(wanted, req_context, wanted)
-        job = self.manager.begin_load(wanted, our_context(req_context))
+        job = self.manager.begin_load(wanted, self._context(req_context))
         self.changes += 1
         self._media = dict(zip(job.keys, job.media(), strict=True))
         self._jobs[job.id] = job
@@ -237,7 +246,7 @@ class ManagerAdapter(VllmManager):  # type: ignore[misc]  # untyped base
             return VllmStoreOutput([], CPULoadStoreSpec(()), [])  # None would be offered again
         wanted = list(keys)
         self._count_use(wanted, req_context)
-        output = self.manager.prepare_store(wanted, our_context(req_context))
+        output = self.manager.prepare_store(wanted, self._context(req_context))
         if output is None:  # vLLM would log a line a request and step
             self.unplaced[req_context.req_id] = tuple(wanted)
             return VllmStoreOutput([], CPULoadStoreSpec(()), [])
@@ -261,7 +270,7 @@ class ManagerAdapter(VllmManager):  # type: ignore[misc]  # untyped base
         """Count a request before room is made for what its first load or store names."""
         if self._uses is None:
             return
-        self._uses.count(our_context(req_context), lambda: self._in_order(loaded, req_context))
+        self._uses.count(self._context(req_context), lambda: self._in_order(loaded, req_context))
         state = req_context.get_state(_Named)
         if state is None:
             req_context.set_state(state := _Named())
@@ -275,12 +284,13 @@ class ManagerAdapter(VllmManager):  # type: ignore[misc]  # untyped base
 
     def on_request_finished(self, req_context: VllmContext) -> None:
         """Let the tail of a request's chunks leave before their head; does not count as a use."""
+        self._tenants.pop(req_context.req_id, None)
         self._kept_out.discard(req_context.req_id)  # it did not count: it neither loads nor stores
         if self._uses is None:
             self._came_before.pop(req_context.req_id, None)
             return
         named = req_context.get_state(_Named) or _Named()
-        self._uses.end(our_context(req_context), lambda: self._in_order(named.keys, req_context))
+        self._uses.end(self._context(req_context), lambda: self._in_order(named.keys, req_context))
 
     def drop_events(self) -> None:
         """Forget the events: vLLM publishes none, and a message a chunk takes long to make."""
@@ -322,13 +332,14 @@ def _locality(medium: str) -> Locality:
     return Locality.REMOTE if medium.startswith(("REDIS", "OBJECT")) else Locality.LOCAL
 
 
-def our_context(req_context: VllmContext) -> ReqContext:
+def our_context(req_context: VllmContext, tenant: bytes = b"") -> ReqContext:
     """Translate vLLM's context of a request, its wish ``kv_load_tiers`` among it."""
     wished = req_context.load_tier_filter
     return ReqContext(
         req_context.req_id,
         req_context.kv_transfer_params,
         None if wished is TierFilter.ALL else partial(_allows, wished),
+        tenant,
     )
 
 

@@ -19,7 +19,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import (
     OffloadingConnectorScheduler,
 )
 
-from kvoffload.connectors.builder import make_host_cache, make_manager
+from kvoffload.connectors.builder import make_host_cache, make_manager, tenants_of
 from kvoffload.connectors.jobs import JobTable
 from kvoffload.connectors.spans import open_spans
 from kvoffload.connectors.vllm import self_test as canary
@@ -119,7 +119,12 @@ class KVOffloadScheduler(OffloadingConnectorScheduler):  # type: ignore[misc]  #
                 remedy = f"the worker of rank {rank.rank} chose {theirs}: set a number"
                 raise ConfigError("blocks_per_chunk", ours, remedy)
         host = make_host_cache(
-            self.settings.policy, num_slots, slot_bytes, payloads.pop(), first_slot
+            self.settings.policy,
+            num_slots,
+            slot_bytes,
+            payloads.pop(),
+            first_slot,
+            tenants=tenants_of(self.settings),
         )
         manager = make_manager(self.settings, host, self.tiers.tiers, slot_bytes)
         self.adapter.attach(manager, host.num_slots)
@@ -137,6 +142,8 @@ class KVOffloadScheduler(OffloadingConnectorScheduler):  # type: ignore[misc]  #
         request.kv_transfer_params = self._params.of(request)
         if not (is_told(request) and is_trusted(request, self.settings, self._vllm_config)):
             self.adapter.keep_out(request.request_id)
+        if self.settings.tenants and request.cache_salt:
+            self.adapter.has_salt(request.request_id, request.cache_salt)
         if not self._req_status and self.tiers is not None and self.tiers.are_listed:
             self._awaits_reports |= time.monotonic() - self._stepped_s > IDLE_S
         super().on_new_request(request)

@@ -18,9 +18,11 @@ from kvoffload.connectors.vllm.step_messages import WorkerReport
 from kvoffload.messages import TransferResult, make_offload_key
 from kvoffload.metrics.samples import packed
 from kvoffload.offload.base import ReqContext as OurContext
+from kvoffload.offload.base import tenant_id
 from kvoffload.offload.host_cache import HostCache
 from kvoffload.offload.manager import Tier, TieredOffloadingManager
 from kvoffload.policies.lru import LRUPolicy
+from kvoffload.policies.tenant_order import TenantOrder, TenantShares
 
 KEYS = [make_offload_key(bytes([i]) * 32, 0) for i in range(8)]
 
@@ -230,3 +232,19 @@ def test_what_was_counted_before_the_manager_came_is_counted_on(manager):
     adapter.ignore_hint()
     assert (manager.counters["requests_not_trusted"], manager.counters["hints_ignored"]) == (1, 1)
     assert adapter.events is manager.counters
+
+
+def test_a_salt_names_the_tenant_of_a_requests_chunks_until_it_ends():
+    tenants = TenantShares(1.0)
+    host = HostCache(4, TenantOrder(LRUPolicy(4), tenants))
+    host.tell_tenants_apart(tenants)
+    adapter = ManagerAdapter()
+    adapter.attach(TieredOffloadingManager(host), 4)
+    request = SimpleNamespace(request_id="r", kv_transfer_params={}, kv_hints=None)
+    context = _create_req_context(request)
+    adapter.has_salt("r", "a salt")
+    adapter.prepare_store(KEYS[:2], context)
+    assert tenants.of == dict.fromkeys(KEYS[:2], tenant_id("a salt"))
+    adapter.on_request_finished(context)
+    adapter.prepare_store(KEYS[2:3], context)
+    assert tenants.of[KEYS[2]] == b""
