@@ -184,6 +184,9 @@ def make_stores(pool: Pool, folder: Path, limit: int | None, wanted: list[str]) 
         "kvoffload": lambda: Ours(pool, folder / "process", "process", **bound),
         "cached": lambda: Ours(pool, folder / "cached", "process", io="cached", **bound),
         "buffered": lambda: Ours(pool, folder / "buffered", "process", io="buffered", **bound),
+        "segments": lambda: Ours(
+            pool, folder / "segments", "process", io="cached", small_chunks="segments", **bound
+        ),
         "thread": lambda: Ours(pool, folder / "thread", "thread", **bound),
     }
     return {name: made[name]() for name in wanted}

@@ -5,6 +5,7 @@ import shutil
 import tempfile
 from pathlib import Path
 
+import disk_parts
 import pytest
 
 SECRET = "0123456789abcdef" * 4
@@ -27,6 +28,13 @@ def key_file(tmp_path):
 def encryption(key_file):
     """The setting of a tier that encrypts."""
     return {"key_file": key_file()}
+
+
+@pytest.fixture(params=["files", "segments"])
+def form(request, monkeypatch):
+    """The form of the chunks that `disk_parts.open_disk` stores: a test runs with each."""
+    monkeypatch.setitem(disk_parts.DEFAULTS, "small_chunks", request.param)
+    return request.param
 
 
 @pytest.fixture

@@ -13,8 +13,11 @@ SIZE = 60 * 1024
 ON_DISK = 64 * 1024
 
 
+DEFAULTS = {"capacity": ByteSize(64 << 20), "min_free": ByteSize(0)}
+
+
 def open_disk(root, namespace="disk", vfs=None, **settings):
-    settings = {"capacity": ByteSize(64 << 20), "min_free": ByteSize(0), **settings}
+    settings = DEFAULTS | settings
     backend = DiskBackend(DiskOptions(root=str(root), **settings), namespace, vfs=vfs)
     assert backend.wait_ready(60)
     return backend
@@ -28,7 +31,41 @@ def remove_at_once(folder):
 
 
 def chunk_bytes(root):
-    return sum(path.lstat().st_blocks * 512 for path in root.glob("*/??/*"))
+    """Return the bytes of chunks: of their files, and of the slots that are in use."""
+    total = 0
+    for path in root.glob("*/??/*"):
+        with contextlib.suppress(FileNotFoundError):  # evicted since it was listed
+            total += path.lstat().st_blocks * 512
+    for path in root.glob("*/segments/*.table"):
+        with contextlib.suppress(FileNotFoundError):
+            content = path.read_bytes()
+            states = content[64 + 16 :: 64]
+            total += (len(states) - states.count(0)) * int.from_bytes(content[12:20], "little")
+    return total
+
+
+def table_of(path):
+    """Return where each key of a segment's table is: its slot's offset in the other file."""
+    content = path.read_bytes()
+    slot_bytes = int.from_bytes(content[12:20], "little")
+    entries = (content[at : at + 64] for at in range(64, len(content), 64))
+    return {e[17 : 17 + e[16]]: i * slot_bytes for i, e in enumerate(entries) if 0 < e[16] < 48}
+
+
+def flip_chunk(root, key, at):
+    """Change a byte of a chunk in a slot: of its header, or from its end if negative."""
+    for path in root.glob("*/segments/*.table"):
+        if (offset := table_of(path).get(key)) is not None:
+            with open(path.with_suffix(".slots"), "r+b") as file:
+                file.seek(offset + 16)
+                size = int.from_bytes(file.read(8), "little")
+                place = offset + (at if at >= 0 else 4096 + size + at)
+                file.seek(place)
+                (byte,) = file.read(1)
+                file.seek(place)
+                file.write(bytes([byte ^ 1]))
+            return
+    raise AssertionError("no slot has the key")
 
 
 async def write(backend, keys):

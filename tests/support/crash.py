@@ -42,6 +42,11 @@ POINTS = (
     "pwritev:ledger:after", "flock:ledger:after", "statvfs:root:before",
     # load, recency
     "open:chunk:after", "preadv:chunk:after", "utime:chunk:before", "utime:chunk:after",
+    # the same in slots of segments
+    "rename:table:before", "rename:table:after", "pwritev:table:before", "pwritev:table:middle",
+    "pwritev:table:after", "pwritev:slots:before", "pwritev:slots:middle", "pwritev:slots:after",
+    "fsync:slots:after", "preadv:slots:after", "preadv:table:after", "flock:table:after",
+    "punch:slots:before", "punch:slots:after", "unlink:slots:after", "unlink:table:after",
     # evict and remove
     "unlink:chunk:before", "unlink:chunk:after", "take:chunk:before", "take:chunk:after",
     "utime:temporary:before", "utime:temporary:after", "start_writeback:temporary:after",
@@ -203,6 +208,7 @@ async def _life(
         write_threads=rng.choice((1, 2, 3)),
         policy=rng.choice(POLICIES_TRIED),
         quarantine=rng.choice((0, 3)),
+        small_chunks=rng.choice(("files", "segments")),
     )
     backend = DiskBackend(options, NAMESPACE, vfs=vfs)
     for seal in SEALS:

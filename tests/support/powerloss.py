@@ -60,6 +60,12 @@ class RecordingVfs(HookedVfs):
             self._record("write", self._path(fd), offset=offset, data=b"".join(buffers)[:done])
             return done
 
+    def punch(self, fd: int, offset: int, length: int) -> None:
+        """Punch a hole: from here on it reads as zeros."""
+        with self._order:
+            super().punch(fd, offset, length)
+            self._record("write", self._path(fd), offset=offset, data=bytes(length))
+
     def fsync(self, fd: int) -> None:
         """Sync; from here on it is safe."""
         with self._order:

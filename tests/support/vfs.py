@@ -69,9 +69,14 @@ class HookedVfs(Vfs):
         path = self._paths[fd]
         return self.around("pwritev", path, lambda: Vfs.pwritev(fd, buffers, offset))
 
-    def is_cached(self, fd: int, length: int) -> bool:
+    def is_cached(self, fd: int, length: int, offset: int = 0) -> bool:
         """See :class:`Vfs`."""
-        return self.around("is_cached", self._paths[fd], lambda: Vfs.is_cached(fd, length))
+        path = self._paths[fd]
+        return self.around("is_cached", path, lambda: Vfs.is_cached(fd, length, offset))
+
+    def punch(self, fd: int, offset: int, length: int) -> None:
+        """See :class:`Vfs`."""
+        self.around("punch", self._paths[fd], lambda: Vfs.punch(fd, offset, length))
 
     def read_cached(self, fd: int, buffers: Buffers, offset: int) -> int:
         """See :class:`Vfs`."""
@@ -273,6 +278,8 @@ def kind_of(path: str) -> str:
         return ("writers", "writer", "temporary")[len(parts) - 1 - parts.index(".writers")]
     if ".quarantine" in parts:
         return "quarantine"
+    if above == "segments":
+        return "table" if name.endswith(".table") else "slots"
     if len(name) == 64 and len(above) != 2:
         return "namespace"
     if len(name) == 2:

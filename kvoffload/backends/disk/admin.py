@@ -22,7 +22,7 @@ from kvoffload.backends.admin import (
 from kvoffload.backends.blocking_pool import run_once
 from kvoffload.backends.disk import manifest
 from kvoffload.backends.disk.doctor import diagnose
-from kvoffload.backends.disk.inspector import ChunkFile, DiskInspector, Waste, inspected
+from kvoffload.backends.disk.inspector import Chunk, DiskInspector, Waste, inspected
 from kvoffload.backends.disk.options import DiskOptions
 from kvoffload.backends.header import NOT_DAMAGED
 from kvoffload.backends.key_files import read_encryption, without
@@ -100,7 +100,7 @@ def _holding(found: DiskInspector, folder: str, now: float) -> Holding:
     told, chunks = found.manifest(folder), list(found.chunks(folder))
     name, facts = told.get("namespace"), told.get("facts")
     facts = facts if isinstance(facts, dict) else {}
-    stored_s = [now - chunk.facts.st_mtime_ns / 1e9 for chunk in chunks]
+    stored_s = [now - chunk.stored_ns / 1e9 for chunk in chunks]
     used_s = [now - chunk.used_ns / 1e9 for chunk in chunks]
     within = {label: sum(each <= age_s for each in used_s) for label, age_s in AGES}
     figures: dict[str, Any] = {
@@ -143,7 +143,7 @@ def collect(found: DiskInspector, wanted: Garbage) -> Collected:
     everything = folder is not None and age_s is None
     until_ns = -math.inf if age_s is None else time.time_ns() - age_s * 1e9
     old = [chunk for chunk in chunks if everything or chunk.used_ns < until_ns]
-    garbage: list[tuple[str, ChunkFile | Waste, Callable[[Any], int]]] = [
+    garbage: list[tuple[str, Chunk | Waste, Callable[[Any], int]]] = [
         *(("chunk", chunk, found.remove) for chunk in old),
         *(("damaged", file, lambda file: found.unlink(*file)) for file in found.quarantined()),
         *(("leftover", inner, found.remove_leftover) for inner in found.leftovers()),
@@ -228,7 +228,7 @@ def verify(found: DiskInspector, wanted: Check, cipher: Seal | None = None) -> V
     return run.report(lines, is_sound=is_sound, root=found.root, **faults, **told)
 
 
-def _repaired(found: DiskInspector, chunk: ChunkFile) -> str:
+def _repaired(found: DiskInspector, chunk: Chunk) -> str:
     """Remove a damaged chunk; return what became of it."""
     try:
         found.remove(chunk)

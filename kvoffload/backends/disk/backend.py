@@ -1,11 +1,12 @@
-"""The disk backend: bounded, verified on every load, restored after a restart. One file a chunk.
+"""The disk backend: bounded, verified on every load, restored after a restart.
 
-This module is the asynchronous face. ``store`` keeps the chunks, in a form of ``forms``. ``files``
-has the form: ``paths`` and ``shards`` name them, ``chunk_file`` reads and writes one,
-``page_cache`` asks the kernel what it has of one.
-``index`` knows which exist, ``space`` makes room, and a ``reservation`` has that of a job. ``root``
-opens the folder, whose processes share ``quota``, ``locks`` and ``limits``. ``housekeeper`` works
-in the background; its ``scanner`` compares the index with the folders.
+This module is the asynchronous face. ``store`` keeps the chunks, in one of two ``chunk_forms``.
+``files`` has one each: ``paths`` and ``shards`` name them, ``chunk_file`` reads and writes one, and
+``page_cache`` asks the kernel what it has of one. ``slots`` has many small chunks in a ``segment``;
+``chunk_slot`` reads and writes one. ``index`` knows which exist, ``space`` makes room, and a
+``reservation`` has that of a job. ``root`` opens the folder, whose processes share ``quota``,
+``locks`` and ``limits``. ``housekeeper`` works in the background; its ``scanner`` compares the
+index with the folders.
 """
 
 import asyncio
@@ -65,7 +66,7 @@ class DiskBackend(ThreadPoolBackend):
         vfs = vfs or Vfs()
         with contextlib.ExitStack() as undo:
             self._store = DiskStore(vfs, options, namespace)
-            undo.callback(self._store.root.close)
+            undo.callback(self._store.close)
             self._place = os.path.realpath(self._store.path)  # here, where it may block
             self.io_mode, self.io_reason = self._store.io_mode, self._store.io_reason
             self._housekeeper = Housekeeper(self._store)
@@ -87,7 +88,7 @@ class DiskBackend(ThreadPoolBackend):
         self._facts: dict[str, str] | None = None
         self._describing = threading.Lock()
         self._repairs = 0
-        vfs.on_fork = self.disown  # a child has neither the threads nor the locks
+        vfs.on_fork = self._leave_in_child
 
     @staticmethod
     def admin(options: Mapping[str, Any]) -> Any:
@@ -114,14 +115,19 @@ class DiskBackend(ThreadPoolBackend):
     def release(self) -> None:
         """Save a snapshot and close the root; if housekeeping is stuck, once it has ended."""
         if self._housekeeper.close(self.options.stall_s):
-            self._store.root.close()
+            self._store.close()
         else:
             log.warning("disk: %s is busy, closed when its thread ends", self._store.path)
             start_once(self._close_late)
 
+    def _leave_in_child(self) -> None:
+        """Use nothing: a forked child has neither the threads nor the locks."""
+        self._store.slots.disown()
+        self.disown()
+
     def _close_late(self) -> None:
         self._housekeeper.wait()
-        self._store.root.close()
+        self._store.close()
 
     # ---- batches ---------------------------------------------------------------------------
 

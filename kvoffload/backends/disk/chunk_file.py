@@ -26,7 +26,7 @@ from kvoffload.backends.header import (
     mismatch,
     parse_header,
 )
-from kvoffload.backends.seals import ChecksumSeal, Seal
+from kvoffload.backends.seals import ChecksumSeal, RunningCheck, Seal
 from kvoffload.errors import ConfigError
 
 log = logging.getLogger(__name__)
@@ -106,13 +106,13 @@ class ChunkFiles:
         except OSError as error:
             return _failed(error, lambda: vfs.lstat(path))
         try:
-            header, beyond = self._pages()
+            header, beyond = self.pages()
             wanted = PAGE + target.nbytes
             moved = self._read_cached(fd, [header, target, beyond], wanted) if self.cached else 0
             if moved < wanted:
                 moved = vfs.preadv(fd, [header, target, beyond], 0)
             if 0 < moved < wanted:
-                moved = _continue(vfs.preadv, fd, [header, target, beyond], moved)
+                moved = continued(vfs.preadv, fd, [header, target, beyond], moved)
             if moved == wanted:
                 reason = self.seal.fault(header, target, key, namespace)
             else:
@@ -146,10 +146,10 @@ class ChunkFiles:
             if overwrite:
                 now_ns = time.time_ns()
                 self.vfs.utime(path, now_ns, now_ns)  # a write leaves the time of the last use
-            header, _ = self._pages()
+            header, _ = self.pages()
             header[:], stored = self.seal.pack(key, namespace, chunk, header_bytes=PAGE)
             try:
-                written = _continue(self.vfs.pwritev, fd, [header, stored], 0)
+                written = continued(self.vfs.pwritev, fd, [header, stored], 0)
             finally:
                 self.seal.done(stored)
             if written != PAGE + chunk.nbytes:
@@ -186,7 +186,7 @@ class ChunkFiles:
     def _flags(self, flags: int, memory: memoryview) -> int:
         return flags | os.O_DIRECT if self.direct and is_aligned(memory) else flags
 
-    def _pages(self) -> tuple[memoryview, memoryview]:
+    def pages(self) -> tuple[memoryview, memoryview]:
         """Return two pages of this thread: for a header, and for bytes past a chunk's end."""
         pages: tuple[memoryview, memoryview] | None = getattr(self._local, "pages", None)
         if pages is None:
@@ -217,9 +217,7 @@ def check(
     header = parse_header(buffer[:read])
     reason = mismatch(header, key, namespace, facts.st_size - PAGE)
     if reason is None and isinstance(header, Header):
-        seals = (ChecksumSeal(), cipher) if cipher else (ChecksumSeal(),)
-        begun = (seal.begin_check(buffer[:PAGE], header) for seal in seals)
-        if (running := next(filter(None, begun), None)) is None:
+        if (running := begun_check(buffer[:PAGE], header, cipher)) is None:
             return OTHER_KEY, read
         while piece := vfs.preadv(fd, [buffer], read):
             running.update(buffer[:piece])
@@ -233,6 +231,13 @@ def check(
     # As for loads, a file that is too short or too long has the wrong size.
     wrong_size = reason == "length" or (reason == "short" and facts.st_size < PAGE)
     return counted_as("size" if wrong_size else reason), read
+
+
+def begun_check(header: memoryview, found: Header, cipher: Seal | None) -> RunningCheck | None:
+    """Return the check of a payload by its header; None: ``cipher`` lacks the key."""
+    seals = (ChecksumSeal(), cipher) if cipher else (ChecksumSeal(),)
+    begun = (seal.begin_check(header, found) for seal in seals)
+    return next(filter(None, begun), None)
 
 
 def bytes_on_disk(chunk_bytes: int) -> int:
@@ -294,10 +299,17 @@ def choose_io(vfs: Vfs, root: str, scratch: str, wanted: str) -> tuple[str, str 
     return "buffered", reason
 
 
-def _continue(
-    call: Callable[[int, Buffers, int], int], fd: int, buffers: list[memoryview], done: int
+def continued(
+    call: Callable[[int, Buffers, int], int],
+    fd: int,
+    buffers: list[memoryview],
+    done: int,
+    offset: int = 0,
 ) -> int:
-    """Continue a short read or write until it is complete; return the bytes moved."""
+    """Continue a short read or write at ``offset`` until it is complete; return the bytes moved.
+
+    The descriptor ends up without direct I/O if a part was no whole page.
+    """
     moved = done
     rest = [buffer.cast("B") for buffer in buffers]
     while True:
@@ -310,7 +322,7 @@ def _continue(
             # The rest no longer begins on a page: continue through the page cache.
             flags = fcntl.fcntl(fd, fcntl.F_GETFL)
             fcntl.fcntl(fd, fcntl.F_SETFL, flags & ~getattr(os, "O_DIRECT", 0))
-        moved = call(fd, rest, done)
+        moved = call(fd, rest, offset + done)
         if moved <= 0:
             return done
         done += moved

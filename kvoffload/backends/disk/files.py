@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from kvoffload.backends.disk.chunk_file import ChunkFiles, can_become
-from kvoffload.backends.disk.forms import Seen
+from kvoffload.backends.disk.chunk_forms import Seen
 from kvoffload.backends.disk.index import Name
 from kvoffload.backends.disk.vfs import Vfs
 
@@ -36,12 +36,13 @@ class FileDraft(NamedTuple):
     def retract(self, name: Name) -> None:
         self.form.vfs.rename(self.form.path_of(name), self.path)
 
-    def drop(self) -> None:
+    def drop(self) -> bool:
         self.form.vfs.unlink_quietly(self.path)
+        return True
 
 
 class Files:
-    """Chunks as files, found by their names; see :class:`~kvoffload.backends.disk.forms.Form`."""
+    """Chunks as files, found by their names; see ``chunk_forms``."""
 
     def __init__(
         self,

@@ -164,6 +164,7 @@ class Housekeeper:
             self._repairs = root.repairs
             self._recount_now()
         root.clean_up()
+        store.slots.clean_up()
         if root.other_writers != self._others:
             # Alone, the next scan may be a minute away; and what the last of them stored is there.
             self._others, self._scan_at = root.other_writers, 0.0

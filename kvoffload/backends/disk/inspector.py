@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 from kvoffload.backends.disk import limits as disk_limits
 from kvoffload.backends.disk import manifest, paths
 from kvoffload.backends.disk.chunk_file import check, reason_of
+from kvoffload.backends.disk.chunk_slot import fault_of
 from kvoffload.backends.disk.limits import Limits
 from kvoffload.backends.disk.locks import (
     clean_folder,
@@ -24,7 +25,7 @@ from kvoffload.backends.disk.locks import (
     is_older,
     open_locked,
 )
-from kvoffload.backends.disk.paths import LEDGER, QUARANTINE, SCRATCH, WRITERS, shard_of
+from kvoffload.backends.disk.paths import LEDGER, QUARANTINE, SCRATCH, SLOTS, WRITERS, shard_of
 from kvoffload.backends.disk.quota import Quota, recorded_bytes
 from kvoffload.backends.disk.root_checks import (
     check_root,
@@ -32,12 +33,14 @@ from kvoffload.backends.disk.root_checks import (
     enter_safely,
     refuse_unsafe_inside,
 )
+from kvoffload.backends.disk.segment import FREE, WRITING, Entry, Segment, remove_empty, segments_in
 from kvoffload.backends.disk.vfs import Vfs
 from kvoffload.backends.disk.walker import names_in, remove_namespace, walk
+from kvoffload.backends.header import OTHER_VERSION, counted_as
 from kvoffload.backends.seals import Seal
 
 _IN_ROOT = {paths.BOUNDS, LEDGER, paths.OWNER, QUARANTINE, WRITERS, "lost+found"}
-_IN_NAMESPACE = {paths.MANIFEST, paths.SNAPSHOT, *paths.SHARDS}
+_IN_NAMESPACE = {paths.MANIFEST, paths.SNAPSHOT, paths.SEGMENTS, *paths.SHARDS}
 _SCRATCH_S = 600
 """Longer than any run of ``kvoffload doctor``: the process of an older folder died."""
 
@@ -58,6 +61,49 @@ class ChunkFile(NamedTuple):
     @property
     def used_ns(self) -> int:
         return self.facts.st_atime_ns
+
+    @property
+    def stored_ns(self) -> int:
+        return self.facts.st_mtime_ns
+
+
+class ChunkSlot(NamedTuple):
+    """One stored chunk in a slot of a segment."""
+
+    namespace: str
+    """Name of its folder."""
+    segment: Segment
+    slot: int
+    entry: Entry
+
+    @property
+    def key(self) -> bytes:
+        return self.entry.key
+
+    @property
+    def path(self) -> str:
+        """Return the segment's path and the number of the slot."""
+        return f"{self.segment.stem}{SLOTS}#{self.slot}"
+
+    @property
+    def allocated_bytes(self) -> int:
+        return self.segment.slot_bytes
+
+    @property
+    def used_ns(self) -> int:
+        return self.entry.used_ns
+
+    @property
+    def stored_ns(self) -> int:
+        return self.entry.stored_ns
+
+    def is_there(self) -> bool:
+        """Return whether the slot still has this very chunk; raises OSError."""
+        now = self.segment.chunk(self.slot)
+        return now is not None and now[1:] == self.entry[1:]
+
+
+Chunk = ChunkFile | ChunkSlot
 
 
 class Waste(NamedTuple):
@@ -95,12 +141,22 @@ class DiskInspector:
         """Return the facts behind a namespace; empty if none were written."""
         return manifest.read(self.vfs, f"{self.root}/{namespace}")
 
-    def chunks(self, namespace: str | None = None) -> Iterator[ChunkFile]:
+    def chunks(self, namespace: str | None = None) -> Iterator[Chunk]:
         """Yield all chunks, of one namespace or of all."""
         for folder in self.namespaces() if namespace is None else [namespace]:
             for shard in walk(self.vfs, f"{self.root}/{folder}", partial(self._unlisted, folder)):
                 for key, facts in shard.chunks:
                     yield ChunkFile(folder, key, f"{shard.path}/{key.hex()}", facts)
+            for segment in segments_in(self.vfs, f"{self.root}/{folder}", self._unreadable):
+                for slot, entry in segment.chunks():
+                    yield ChunkSlot(folder, segment, slot, entry)
+
+    def _unreadable(self, path: str, error: OSError | ValueError) -> None:
+        if isinstance(error, OSError):
+            self._refuse_foreign(path, error)
+            self.unreadable.append((path, reason_of(error)))
+        elif str(error) != OTHER_VERSION:
+            self.unreadable.append((path, counted_as(str(error))))
 
     def _unlisted(self, folder: str, shard: str, error: OSError) -> None:
         path = f"{self.root}/{folder}/{shard}"
@@ -170,9 +226,11 @@ class DiskInspector:
     # ---- one chunk -------------------------------------------------------------------------
 
     def verify(
-        self, chunk: ChunkFile, buffer: memoryview, cipher: Seal | None = None
+        self, chunk: Chunk, buffer: memoryview, cipher: Seal | None = None
     ) -> tuple[str | None, int]:
         """Read a chunk in pieces of ``buffer``; return why loads miss it, and bytes read."""
+        if isinstance(chunk, ChunkSlot):
+            return self._verify_slot(chunk, buffer, cipher)
         try:
             fd = self._open(chunk.path)
         except OSError as error:
@@ -190,6 +248,20 @@ class DiskInspector:
         is_misplaced = chunk.path.split("/")[-2] != shard_of(chunk.key)
         return ("corrupt_key" if reason is None and is_misplaced else reason), read
 
+    def _verify_slot(
+        self, chunk: ChunkSlot, buffer: memoryview, cipher: Seal | None
+    ) -> tuple[str | None, int]:
+        size, offset = chunk.allocated_bytes, chunk.slot * chunk.allocated_bytes
+        try:
+            content = buffer[:size] if len(buffer) >= size else memoryview(bytearray(size))
+            read = self.vfs.preadv(chunk.segment.fd(direct=False), [content], offset)
+            reason = fault_of(content[:read], chunk.key, bytes.fromhex(chunk.namespace), cipher)
+            if reason is not None and not chunk.is_there():
+                return "missing", read
+        except OSError as error:
+            return reason_of(error), 0
+        return reason, read
+
     def _open(self, path: str) -> int:
         try:
             return self.vfs.open(path, os.O_RDONLY | getattr(os, "O_NOATIME", 0))
@@ -204,8 +276,16 @@ class DiskInspector:
         if isinstance(error, PermissionError) and (refusal := denied(self.vfs, path)) is not None:
             raise refusal from error
 
-    def remove(self, chunk: ChunkFile) -> int:
+    def remove(self, chunk: Chunk) -> int:
         """Remove a chunk unless it was replaced."""
+        if isinstance(chunk, ChunkSlot):
+            if not chunk.is_there():
+                return 0
+            chunk.segment.set_entry(chunk.slot, WRITING)
+            chunk.segment.free_blocks(chunk.slot)
+            chunk.segment.set_entry(chunk.slot, FREE)
+            self._release(chunk.allocated_bytes)
+            return chunk.allocated_bytes
         try:
             is_same = self.vfs.lstat(chunk.path).st_ino == chunk.facts.st_ino
         except FileNotFoundError:
@@ -229,7 +309,11 @@ class DiskInspector:
 
     def remove_namespace_folder(self, namespace: str) -> bool:
         """Remove a namespace folder without chunks, unless a process has the root open."""
-        return not self.processes() and remove_namespace(self.vfs, f"{self.root}/{namespace}")
+        folder = f"{self.root}/{namespace}"
+        if self.processes():
+            return False
+        remove_empty(self.vfs, folder)
+        return remove_namespace(self.vfs, folder)
 
     def _release(self, allocated_bytes: int) -> None:
         """Release the bytes of removed files; a root without a quota file gets none."""

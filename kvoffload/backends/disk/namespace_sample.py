@@ -9,6 +9,7 @@ from itertools import islice
 from kvoffload.backends.base import Described
 from kvoffload.backends.disk import manifest
 from kvoffload.backends.disk.paths import SHARDS, is_namespace
+from kvoffload.backends.disk.segment import segments_in
 from kvoffload.backends.disk.store import DiskStore
 from kvoffload.backends.disk.vfs import Vfs
 from kvoffload.backends.disk.walker import walk
@@ -69,4 +70,6 @@ def _measure(vfs: Vfs, folder: str) -> tuple[int, int]:
         if chunks >= _SAMPLE:
             share = len(SHARDS) / (1 + SHARDS.index(shard.name))
             break
-    return round(chunks * share), round(num_bytes * share)
+    slots = [(each.num_used, each.slot_bytes) for each in segments_in(vfs, folder)]
+    chunks = round(chunks * share) + sum(used for used, _ in slots)
+    return chunks, round(num_bytes * share) + sum(used * size for used, size in slots)

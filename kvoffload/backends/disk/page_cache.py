@@ -31,22 +31,22 @@ class _Pages(ctypes.Structure):
     )
 
 
-def is_cached(fd: int, length: int) -> bool:
-    """Return whether the page cache has the first ``length`` bytes of a file; starts no read.
+def is_cached(fd: int, length: int, offset: int = 0) -> bool:
+    """Return whether the page cache has a part of a file; starts no read.
 
     Raises:
         OSError: the kernel does not tell.
     """
     pages = _Pages()
-    asked = ctypes.byref(_Range(0, length)), ctypes.byref(pages)
+    asked = ctypes.byref(_Range(offset, length)), ctypes.byref(pages)
     if _quick.syscall(_CACHESTAT, fd, *asked, 0) == 0:
         return bool(pages.cached * mmap.PAGESIZE >= length)
-    return _is_mapped(fd, length)  # an older kernel, or a container that forbids the call
+    return _is_mapped(fd, length, offset)  # an older kernel, or a container that forbids the call
 
 
-def _is_mapped(fd: int, length: int) -> bool:
+def _is_mapped(fd: int, length: int, offset: int) -> bool:
     """Ask mincore(2), which tells of a mapping what is in memory."""
-    address = _libc.mmap(None, length, _PROT_READ, _MAP_SHARED, fd, 0)
+    address = _libc.mmap(None, length, _PROT_READ, _MAP_SHARED, fd, offset)
     if address == _FAILED:
         raise _error()
     try:

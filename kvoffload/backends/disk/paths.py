@@ -6,7 +6,8 @@
       <namespace digest, hex>/       one folder a namespace
         manifest.json                the facts behind the digest, for people
         snapshot                     the saved index: a hint that makes a restart faster
-        <2 hex digits>/<key, hex>    the chunks
+        <2 hex digits>/<key, hex>    chunks, a file each
+        segments/<token>.table, .slots  small chunks, in slots of a file, and which is in which
       .bounds.json                   capacity and other limits, agreed by all processes
       .ledger                        bytes allocated under the root, shared by all processes
       .owner                         locked by the process that evicts
@@ -14,10 +15,13 @@
       .quarantine/                   chunks that failed verification, a bounded number
 """
 
+from collections.abc import Iterable
+
 import xxhash
 
 MANIFEST = "manifest.json"
 SNAPSHOT = "snapshot"
+SEGMENTS, TABLE, SLOTS = "segments", ".table", ".slots"
 BOUNDS = ".bounds.json"
 LEDGER = ".ledger"
 OWNER = ".owner"
@@ -40,6 +44,11 @@ def key_of(name: str) -> bytes | None:
     except ValueError:
         return None
     return key if key and key.hex() == name else None  # fromhex() takes spaces and capitals too
+
+
+def stems_of(names: Iterable[str]) -> list[str]:
+    """Return the names of segments, without an ending, by those of the files in their folder."""
+    return [name.removesuffix(TABLE) for name in names if name.endswith(TABLE)]
 
 
 def shard_of(key: bytes) -> str:

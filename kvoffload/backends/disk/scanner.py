@@ -12,7 +12,7 @@ from typing import TypeVar
 from kvoffload.backends.disk import snapshot
 from kvoffload.backends.disk.index import Name, name_of, split_name
 from kvoffload.backends.disk.locks import temporary_bytes
-from kvoffload.backends.disk.paths import SHARDS, SNAPSHOT, is_namespace, shard_of
+from kvoffload.backends.disk.paths import SEGMENTS, SHARDS, SNAPSHOT, is_namespace, shard_of
 from kvoffload.backends.disk.root import ABANDONED_S
 from kvoffload.backends.disk.store import DiskStore
 from kvoffload.backends.disk.walker import remove_namespace, walk
@@ -47,6 +47,7 @@ class Scanner:
     def load_snapshot(self) -> None:
         """Fill the index from the snapshot, until the first scan."""
         store = self._store
+        store.slots.refresh(0)  # their tables say what a snapshot would
         sizes = snapshot.load(store.vfs, f"{store.folder(0)}/{SNAPSHOT}")
         listed = ((name_of(0, key), allocated) for key, allocated in sizes)
         store.index.found(self._until_stopped(listed))
@@ -58,7 +59,11 @@ class Scanner:
         if self._is_cut_off:
             return
         own = name_of(0, b"")
-        sizes = [(name[2:], size) for name, size in store.index.sizes() if name.startswith(own)]
+        sizes = [
+            (name[2:], size)
+            for name, size in store.index.sizes()
+            if name.startswith(own) and name not in store.slots
+        ]
         try:
             temporary = store.root.writer.temporary(counted=False)
             snapshot.save(store.vfs, f"{store.folder(0)}/{SNAPSHOT}", temporary, sizes)
@@ -87,6 +92,8 @@ class Scanner:
         is_evictor = store.root.evictor.held
         if is_evictor:
             self._follow_all()
+        self._refresh_slots()
+        store.slots.clean_up()
         moving_bytes = self._moving_bytes() if full else 0
         changes = quota.changes if quota.refresh() is not None else None
         found: list[tuple[int, Name, int]] = []
@@ -95,6 +102,8 @@ class Scanner:
         for number in range(len(store.namespaces)):
             shards, files = self._list(number, full=full)
             scanned.update((number, shard) for shard in shards)
+            if full:
+                files += self._until_stopped(store.slots.listing(number))
             present.update(name for _, name, _ in files)
             found += files if full else [file for file in files if file[1] not in index]
         if self._is_stopping():
@@ -162,6 +171,14 @@ class Scanner:
         ]
         return set(SHARDS) - skipped, files
 
+    def _refresh_slots(self) -> None:
+        """Let store and index learn which chunks appeared in slots, and which left."""
+        for number in range(len(self._store.namespaces)):
+            try:
+                self._store.slots.refresh(number)
+            except OSError as error:
+                self._missed(f"{self._store.folder(number)}/{SEGMENTS}", error)
+
     def _exists(self, folder: str) -> bool:
         """Return whether a namespace still has a folder: a removed one keeps its number."""
         try:
@@ -179,10 +196,11 @@ class Scanner:
             if name in present:
                 continue
             number, key = split_name(name)
-            if scanned is not None and (number, shard_of(key)) not in scanned:
+            is_due = scanned is None or (number, shard_of(key)) in scanned
+            if not is_due or (scanned is not None and name in store.slots):
                 continue
             try:
-                store.vfs.lstat(store.path_of(name))  # published since its folder was listed?
+                store.used_ns(name)  # published since its folder was listed?
             except FileNotFoundError:
                 store.note_removed(name, "vanished")
                 self.vanished += 1
@@ -230,6 +248,7 @@ class Scanner:
         """Return the bytes of files being written or removed, by this and other processes."""
         root, own_bytes = self._store.root, self._store.space.in_flight_bytes
         try:
+            own_bytes += self._store.slots.moving_bytes()
             return own_bytes + temporary_bytes(root.vfs, root.path, root.writer.token)
         except OSError as error:
             self._missed("writers", error)
@@ -264,13 +283,17 @@ def purge(store: DiskStore, namespaces: Sequence[str], is_stopping: threading.Ev
     for namespace in filter(store.namespaces.__contains__, namespaces):
         number = store.namespaces.index(namespace)
         # All are listed first: what an engine stores from then on stays.
-        keys = [key for each in walk(store.vfs, store.folder(number)) for key, _ in each.chunks]
-        for key in keys:
+        walked = walk(store.vfs, store.folder(number))
+        names = [name_of(number, key) for each in walked for key, _ in each.chunks]
+        with contextlib.suppress(OSError):
+            store.slots.refresh(number)
+        for name in (*names, *store.slots.names(number)):
             if is_stopping.is_set():
                 return removed
-            removed += store.discard(name_of(number, key), "purged")
+            removed += store.discard(name, "purged")
             if removed % _PURGE_STEP == 0:
                 is_stopping.wait(_PURGE_PAUSE_S)
         if number:  # the own folder is in use
+            store.slots.clean_up()
             remove_namespace(store.vfs, store.folder(number))
     return removed

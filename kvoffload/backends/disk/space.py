@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from kvoffload.backends.disk.chunk_file import bytes_on_disk
-from kvoffload.backends.disk.forms import Draft
+from kvoffload.backends.disk.chunk_forms import Draft
 from kvoffload.backends.disk.index import Index, Name
 from kvoffload.backends.disk.root import RootHandle
 
@@ -127,8 +127,8 @@ class Space:
         finally:
             if not granted:
                 for spare in spares:
-                    spare.drop()
-                    self._root.quota.release(allocated_bytes)
+                    if spare.drop():
+                        self._root.quota.release(allocated_bytes)
                 self.add_in_flight(-count * allocated_bytes)
         if not granted:
             if count == 1:
@@ -172,12 +172,12 @@ class Space:
 
     def give_back(self, room: "Room") -> None:
         """Release a reservation that no store used, and free the place that came with it."""
-        if room.spare is not None:
-            room.spare.drop()
-        self.cancel(room.allocated_bytes)
+        self.cancel(room.allocated_bytes, room.spare)
 
-    def cancel(self, allocated_bytes: int) -> None:
-        self._root.quota.release(allocated_bytes)
+    def cancel(self, allocated_bytes: int, draft: Draft | None) -> None:
+        """Free the place of a chunk that was not stored, and release its reservation."""
+        if draft is None or draft.drop():
+            self._root.quota.release(allocated_bytes)
         self.add_in_flight(-allocated_bytes)
 
     def commit(self, reserved: int, allocated: int, replaced: int) -> None:

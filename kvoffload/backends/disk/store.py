@@ -15,15 +15,16 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from kvoffload.backends.base import ReadResult, Removal
 from kvoffload.backends.disk.chunk_file import ChunkFiles, bytes_on_disk, choose_io, reason_of
+from kvoffload.backends.disk.chunk_forms import Draft, Form, Seen
 from kvoffload.backends.disk.expiry import UseTimes
 from kvoffload.backends.disk.files import Files
-from kvoffload.backends.disk.forms import Draft, Form, Seen
 from kvoffload.backends.disk.index import Index, Name, name_of, split_name
 from kvoffload.backends.disk.options import DiskOptions
 from kvoffload.backends.disk.quarantine import Quarantine
 from kvoffload.backends.disk.reservation import Reservation
 from kvoffload.backends.disk.root import RootHandle
 from kvoffload.backends.disk.shards import Shards
+from kvoffload.backends.disk.slots import Slots, can_free
 from kvoffload.backends.disk.space import Space
 from kvoffload.backends.disk.vfs import Vfs
 from kvoffload.backends.header import MAX_KEY_BYTES, NOT_DAMAGED, namespace_digest
@@ -75,6 +76,8 @@ class DiskStore:
         direct, cached = self.io_mode == "direct", self.io_mode == "cached"
         chunks = ChunkFiles(vfs, direct=direct, cached=cached, durable=self._durable)
         self.files = Files(vfs, chunks, self._digest, self.path_of, self._temporary)
+        self.slots = Slots(vfs, chunks, self._digest, self)
+        self._has_slots = options.small_chunks == "segments" and can_free(vfs, self.path, scratch)
         self.index = Index(make_policy, self.root.limits.capacity_bytes, self._policy_failed)
         self.uses = UseTimes(self.root.limits.ttl_s, self.index.note)
         self.space = Space(
@@ -85,6 +88,11 @@ class DiskStore:
         """Set once the index knows everything that was on disk at the start."""
         if self.root.evictor.held and self.root.fresh:
             self.set_ready()
+
+    def close(self) -> None:
+        """Close the root; no other call may follow."""
+        self.slots.close()
+        self.root.close()
 
     def set_ready(self) -> None:
         self.space.may_evict = True
@@ -116,7 +124,21 @@ class DiskStore:
         return self._form_of(name).used_ns(name)
 
     def _form_of(self, name: Name) -> Form:
-        return self.files
+        return self.slots if name in self.slots else self.files
+
+    def _form_for(self, key: bytes, chunk_bytes: int) -> Form:
+        """Return the form in which to store a chunk."""
+        is_small = self._has_slots and self.slots.suits(key, chunk_bytes)
+        return self.slots if is_small else self.files
+
+    def appeared(self, found: list[tuple[int, Name, int]]) -> None:
+        """Note last use, name and size of chunks that another process stored."""
+        self.uses.seen((name, used_ns) for used_ns, name, _ in found)
+        self.index.found((name, size) for _, name, size in found if name not in self.index)
+
+    def vanished(self, name: Name) -> None:
+        """Note that another process removed a chunk."""
+        self.note_removed(name, "vanished")
 
     def _temporary(self) -> str:
         return self.root.writer.temporary()
@@ -148,6 +170,8 @@ class DiskStore:
         if self.uses.expires and not self.is_fresh(name):
             return self._missed(name, "missing", None)
         reason, seen = self._form_of(name).read(name, key, target)
+        if reason == "missing" and self.slots.look_again(name):
+            reason, seen = self.slots.read(name, key, target)
         if reason is not None and reason.startswith("corrupt"):
             # A store may have overwritten the place of an evicted chunk under this load.
             reason, seen = self._form_of(name).read(name, key, target)
@@ -193,29 +217,31 @@ class DiskStore:
             return False
         reserved, draft = room
         try:
-            draft = draft or self.files.draft(chunk.nbytes)
+            form = self._form_for(key, chunk.nbytes)
+            if draft is not None and draft.form is not form:
+                spare, draft = draft, None
+                if not spare.drop():
+                    self.root.quota.release(-reserved)  # both places are taken for now
+            draft = draft or form.draft(chunk.nbytes)
             with self._large_writes if chunk.nbytes > _LARGE_BYTES else contextlib.nullcontext():
                 reason, allocated = draft.write(key, chunk)
             if reason is None:
                 # Some file systems (ZFS) allocate later, and report 512 bytes until then.
                 reason = self._publish(name, draft, reserved, max(reserved, allocated))
+        except OSError as error:  # no place
+            reason = reason_of(error)
         except BaseException:
-            self._cancel(reserved, draft)
+            self.space.cancel(reserved, draft)
             raise
-        if reason is None:
-            if draft.overwrites:
-                self.count("overwritten")
-            return self._make_durable(name, is_new=True)
-        self._cancel(reserved, draft)
-        self.space.write_failed(reason)
-        if reason == "missing" and (self.root.repair() or self.root.repairs != repairs):
-            return self.store(key, chunk)  # its folder was removed, and exists again
-        return False
-
-    def _cancel(self, reserved: int, draft: Draft | None) -> None:
-        if draft is not None:
-            draft.drop()
-        self.space.cancel(reserved)
+        if reason is not None:
+            self.space.cancel(reserved, draft)
+            self.space.write_failed(reason)
+            if reason == "missing" and (self.root.repair() or self.root.repairs != repairs):
+                return self.store(key, chunk)  # its folder was removed, and exists again
+            return False
+        if draft is not None and draft.overwrites:
+            self.count("overwritten")
+        return self._make_durable(name, is_new=True)
 
     def _publish(self, name: Name, draft: Draft, reserved: int, allocated: int) -> str | None:
         """Let readers see a complete chunk; return why that failed, or None.
@@ -224,8 +250,13 @@ class DiskStore:
         """
         with self._publishing:
             try:
-                if replaced := draft.publish(name):
-                    replaced = self.index.size(name) or replaced
+                size, form = self.index.size(name), self._form_of(name)
+                replaced = draft.publish(name)
+                if form is not draft.form and size is not None:
+                    with contextlib.suppress(FileNotFoundError):
+                        replaced = form.allocated_bytes(name)
+                        form.remove(name)
+                replaced = replaced and (size or replaced)
             except OSError as error:
                 return reason_of(error)
             self.uses.stored(name)
@@ -261,8 +292,10 @@ class DiskStore:
         try:
             used_ns = self.used_ns(name)
         except OSError:
-            return False
-        self.uses.seen([(name, used_ns)])
+            if not self.slots.look_again(name):
+                return False
+        else:
+            self.uses.seen([(name, used_ns)])
         return self.uses.is_fresh(name)
 
     def knows(self, name: Name) -> bool:

@@ -8,7 +8,7 @@ import shutil
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 
-from kvoffload.backends.disk import page_cache
+from kvoffload.backends.disk import holes, page_cache
 
 Buffers = Sequence[bytes | bytearray | memoryview]
 
@@ -27,6 +27,7 @@ class Vfs:
     pwritev = staticmethod(os.pwritev)
     fsync = staticmethod(os.fsync)
     is_cached = staticmethod(page_cache.is_cached)
+    punch = staticmethod(holes.punch)
     start_writeback = staticmethod(page_cache.start_writeback)
 
     def __init__(self) -> None:

@@ -6,7 +6,7 @@ import stat
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-from kvoffload.backends.disk.paths import MANIFEST, SHARDS, SNAPSHOT, key_of
+from kvoffload.backends.disk.paths import MANIFEST, SEGMENTS, SHARDS, SNAPSHOT, key_of
 from kvoffload.backends.disk.vfs import Vfs
 
 
@@ -71,6 +71,8 @@ def remove_namespace(vfs: Vfs, folder: str) -> bool:
         for shard in SHARDS:
             with contextlib.suppress(FileNotFoundError):
                 vfs.rmdir(f"{folder}/{shard}")
+        with contextlib.suppress(FileNotFoundError):
+            vfs.rmdir(f"{folder}/{SEGMENTS}")
         if not set(vfs.listdir(folder)) <= {MANIFEST, SNAPSHOT}:
             return False  # the folder stays, and with it the file that says whose it is
         for name in (MANIFEST, SNAPSHOT):

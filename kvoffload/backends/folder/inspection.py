@@ -9,7 +9,7 @@ import secrets
 from collections.abc import Iterator
 
 from kvoffload.backends import seals
-from kvoffload.backends.disk.inspector import ChunkFile, DiskInspector, Waste
+from kvoffload.backends.disk.inspector import Chunk, ChunkFile, DiskInspector, Waste
 from kvoffload.backends.disk.limits import Limits
 from kvoffload.backends.disk.manifest import name_in
 from kvoffload.backends.disk.paths import MANIFEST, SCRATCH, SHARDS, is_namespace
@@ -159,10 +159,10 @@ class FolderInspector(DiskInspector):
     # ---- one chunk -------------------------------------------------------------------------
 
     def verify(
-        self, chunk: ChunkFile, buffer: memoryview, cipher: seals.Seal | None = None
+        self, chunk: Chunk, buffer: memoryview, cipher: seals.Seal | None = None
     ) -> tuple[str | None, int]:
         reason, read = super().verify(chunk, buffer, cipher)
-        if reason is None and self._is_broken(chunk):
+        if reason is None and isinstance(chunk, ChunkFile) and self._is_broken(chunk):
             reason = "corrupt_mac"
         return reason, read
 

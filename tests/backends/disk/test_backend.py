@@ -3,6 +3,7 @@
 from typing import ClassVar
 
 import pytest
+from disk_parts import flip_chunk
 
 from kvoffload import open_backend
 from kvoffload.backends.disk.admin import DiskAdmin
@@ -51,6 +52,29 @@ class TestEncrypted(DiskSuite):
 
 class TestDurable(DiskSuite):
     settings: ClassVar = {"durability": "fsync"}
+
+
+class SegmentSuite(DiskSuite):
+    def damage(self, backend, key):
+        flip_chunk(self.folder / "kv", key, -1)
+
+
+class TestSegments(SegmentSuite):
+    settings: ClassVar = {"small_chunks": "segments"}
+
+
+class TestCachedSegments(SegmentSuite):
+    settings: ClassVar = {"small_chunks": "segments", "io": "cached"}
+
+
+class TestEncryptedSegments(SegmentSuite):
+    @pytest.fixture(autouse=True)
+    def _key(self, encryption):
+        self.settings = {"small_chunks": "segments", "encryption": encryption}
+
+
+class TestDurableSegments(SegmentSuite):
+    settings: ClassVar = {"small_chunks": "segments", "durability": "fsync"}
 
 
 async def test_keys_that_cannot_have_been_stored_are_absent_and_harm_nothing(tmp_path):

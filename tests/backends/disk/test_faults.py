@@ -7,6 +7,7 @@ import random
 import shutil
 
 import pytest
+from disk_parts import chunk_bytes
 
 from kvoffload.backends.disk.backend import DiskBackend, DiskOptions
 from kvoffload.backends.disk.chunk_file import probe_direct
@@ -34,10 +35,6 @@ def options(root, **settings):
     )
 
 
-def chunk_bytes(root):
-    return sum(path.lstat().st_blocks * 512 for path in root.glob("*/??/*"))
-
-
 def aside_bytes(root):
     return sum(path.lstat().st_blocks * 512 for path in root.glob(".quarantine/*"))
 
@@ -50,10 +47,10 @@ async def check(backend, keys):
     return answers
 
 
-async def life(root, vfs, durability):
+async def life(root, vfs, **settings):
     """Open a folder with something in it; store, load, evict, remove, describe, close."""
     try:
-        backend = DiskBackend(options(root, durability=durability), "faults", vfs=vfs)
+        backend = DiskBackend(options(root, **settings), "faults", vfs=vfs)
     except ConfigError:
         return None
     assert await asyncio.to_thread(backend.wait_ready, 60)
@@ -84,13 +81,13 @@ async def used(ram_path):
     return ram_path / "old"
 
 
-async def attempt(used, nth, error, sticky, durability):
+async def attempt(used, nth, error, sticky, **settings):
     root = used.parent / "now"
     shutil.copytree(used, root)
     try:
         vfs = FailingVfs(nth, error, sticky=sticky)
-        await life(root, vfs, durability)
-        backend = DiskBackend(options(root), "faults")
+        await life(root, vfs, **settings)
+        backend = DiskBackend(options(root, **settings), "faults")
         assert await asyncio.to_thread(backend.wait_ready, 60)
         await check(backend, [*KEYS, *OLD])
         assert backend.usage().resident_bytes == chunk_bytes(root) + aside_bytes(root)
@@ -102,33 +99,37 @@ async def attempt(used, nth, error, sticky, durability):
         shutil.rmtree(root)
 
 
-async def calls_of_a_life(used, durability):
+async def calls_of_a_life(used, **settings):
     shutil.copytree(used, used.parent / "count")
-    calls = await life(used.parent / "count", FailingVfs(0, None), durability)
+    calls = await life(used.parent / "count", FailingVfs(0, None), **settings)
     shutil.rmtree(used.parent / "count")
     return calls
 
 
+@pytest.mark.parametrize("form", ["files", "segments"])
 @pytest.mark.parametrize(("durability", "every"), [("none", 3), ("fsync", 1)])
-async def test_the_nth_system_call_fails(used, durability, every):
+async def test_the_nth_system_call_fails(used, durability, every, form):
     """A life with fsync makes the calls of one without it; `make chaos` has all of both."""
-    calls = await calls_of_a_life(used, durability)
+    settings = {"durability": durability, "small_chunks": form}
+    calls = await calls_of_a_life(used, **settings)
     assert calls > 150
     rng = random.Random(5)
     for nth in range(1, calls + 1, every):
         error = rng.choice(EVERY_ERROR)
-        await attempt(used, nth, error, rng.random() < 0.5, durability)
+        await attempt(used, nth, error, rng.random() < 0.5, **settings)
 
 
 @pytest.mark.chaos
 @pytest.mark.timeout(3600)
+@pytest.mark.parametrize("form", ["files", "segments"])
 @pytest.mark.parametrize("durability", ["none", "fsync"])
-async def test_every_system_call_fails_in_every_way(used, durability):
-    calls = await calls_of_a_life(used, durability)
+async def test_every_system_call_fails_in_every_way(used, durability, form):
+    settings = {"durability": durability, "small_chunks": form}
+    calls = await calls_of_a_life(used, **settings)
     for error in EVERY_ERROR:
         for sticky in (False, True):
             for nth in range(1, calls + 1):
-                await attempt(used, nth, error, sticky, durability)
+                await attempt(used, nth, error, sticky, **settings)
 
 
 @pytest.mark.parametrize("call", ["preadv", "pwritev"])

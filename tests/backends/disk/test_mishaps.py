@@ -105,7 +105,7 @@ async def test_a_store_in_which_something_raises_is_a_refusal_and_leaves_no_byte
     assert await write(backend, keys[:1]) == [True]
     owner, method = {
         "policy": (HandicapPolicy, "add"),
-        "header": (backend._store.files.chunks, "_pages"),
+        "header": (backend._store.files.chunks, "pages"),
         "name": (backend._store.root.writer, "temporary"),
         "stat": (backend._store.files, "allocated_bytes"),
     }[where]
@@ -141,10 +141,10 @@ async def test_a_load_in_which_something_raises_is_a_miss(tmp_path, monkeypatch,
     backend = open_disk(tmp_path, io="buffered", read_threads=1)
     keys = keys_of(3)
     assert await write(backend, keys) == [True] * 3
-    failing(monkeypatch, backend._store.files.chunks, "_pages", times=1, error=MemoryError)
+    failing(monkeypatch, backend._store.files.chunks, "pages", times=1, error=MemoryError)
     assert await backend.read(keys, slots(3, SIZE)) == [False, True, True]
     assert backend.counters() == {"read_failed": 1}
-    assert "_pages does not work" in caplog.text
+    assert "pages does not work" in caplog.text
     await backend.close()
 
 

@@ -63,11 +63,11 @@ def overwritten(stored):
     return set(stored[: max(0, len(stored) - TIGHT + 2)])
 
 
-async def campaign(ram_path, durability, states, seed, *, is_tight=False):
+async def campaign(ram_path, durability, states, seed, *, is_tight=False, form="files"):
     more = {"capacity": TIGHT * (SIZE + 4096), "policy": "lru"} if is_tight else {}
-    steps = await recorded(ram_path / "life", durability, **more)
+    steps = await recorded(ram_path / "life", durability, small_chunks=form, **more)
     taken = [step for step in steps if ".writers" in step.other and ".writers" not in step.path]
-    assert is_tight == bool(taken)
+    assert (is_tight and form == "files") == bool(taken)
     rng = random.Random(seed)
     complete = 0
     for _ in range(states):
@@ -87,22 +87,27 @@ async def campaign(ram_path, durability, states, seed, *, is_tight=False):
     return complete
 
 
+@pytest.mark.parametrize("form", ["files", "segments"])
 @pytest.mark.parametrize("durability", ["none", "fsync"])
-async def test_whatever_a_power_loss_leaves_is_right_or_a_miss(ram_path, durability):
-    complete = await campaign(ram_path, durability, 250, seed=1)
+async def test_whatever_a_power_loss_leaves_is_right_or_a_miss(ram_path, durability, form):
+    complete = await campaign(ram_path, durability, 250, seed=1, form=form)
     # The simulation bites: without syncing, promises are broken often.
     assert complete == 250 if durability == "fsync" else complete < 200
 
 
+@pytest.mark.parametrize("form", ["files", "segments"])
 @pytest.mark.parametrize("durability", ["none", "fsync"])
-async def test_whatever_is_left_of_overwritten_files_is_right_or_a_miss(ram_path, durability):
-    complete = await campaign(ram_path, durability, 250, seed=3, is_tight=True)
+async def test_whatever_is_left_of_overwritten_chunks_is_right_or_a_miss(
+    ram_path, durability, form
+):
+    complete = await campaign(ram_path, durability, 250, seed=3, is_tight=True, form=form)
     assert complete == 250 if durability == "fsync" else complete < 200
 
 
 @pytest.mark.chaos
 @pytest.mark.timeout(3600)
+@pytest.mark.parametrize("form", ["files", "segments"])
 @pytest.mark.parametrize("is_tight", [False, True])
 @pytest.mark.parametrize("durability", ["none", "fsync"])
-async def test_ten_thousand_power_losses(ram_path, durability, is_tight):
-    await campaign(ram_path, durability, 10_000, seed=2, is_tight=is_tight)
+async def test_ten_thousand_power_losses(ram_path, durability, is_tight, form):
+    await campaign(ram_path, durability, 10_000, seed=2, is_tight=is_tight, form=form)

@@ -11,7 +11,7 @@ import sys
 import time
 
 import pytest
-from disk_parts import allocated, open_disk, until
+from disk_parts import allocated, chunk_bytes, open_disk, until
 
 from kvoffload.backends.disk.paths import MANIFEST, QUARANTINE, SNAPSHOT
 from kvoffload.backends.disk.root import ABANDONED_S
@@ -29,6 +29,7 @@ async def write(backend, keys):
     return await backend.write(keys, filled(keys, SIZE))
 
 
+@pytest.mark.usefixtures("form")
 async def test_what_one_writes_the_other_comes_to_know(tmp_path):
     one, two = open_disk(tmp_path), open_disk(tmp_path)
     keys = keys_of(4)
@@ -42,6 +43,7 @@ async def test_what_one_writes_the_other_comes_to_know(tmp_path):
     await two.close()
 
 
+@pytest.mark.usefixtures("form")
 async def test_only_one_evicts_and_the_next_takes_over_when_it_goes(tmp_path):
     settings = {"capacity": ByteSize(10 * ON_DISK), "high_watermark": 0.9, "low_watermark": 0.5}
     one, two = open_disk(tmp_path, **settings), open_disk(tmp_path, "another", **settings)
@@ -62,6 +64,7 @@ async def test_only_one_evicts_and_the_next_takes_over_when_it_goes(tmp_path):
     await two.close()
 
 
+@pytest.mark.usefixtures("form")
 async def test_the_owner_sees_what_others_use(tmp_path):
     settings = {"capacity": ByteSize(8 * ON_DISK), "high_watermark": 1.0, "low_watermark": 1.0}
     owner = open_disk(tmp_path, **settings)
@@ -79,6 +82,7 @@ async def test_the_owner_sees_what_others_use(tmp_path):
     await owner.close()
 
 
+@pytest.mark.usefixtures("form")
 async def test_a_process_long_alone_soon_sees_what_a_new_one_stores(tmp_path):
     alone = open_disk(tmp_path)
     housekeeper = alone._housekeeper
@@ -94,6 +98,7 @@ async def test_a_process_long_alone_soon_sees_what_a_new_one_stores(tmp_path):
     await alone.close()
 
 
+@pytest.mark.usefixtures("form")
 @pytest.mark.parametrize("drift", [5 * ON_DISK, -3 * ON_DISK])
 async def test_a_figure_gone_astray_among_several_writers_is_counted_anew(tmp_path, drift):
     owner, other = open_disk(tmp_path), open_disk(tmp_path)
@@ -133,6 +138,7 @@ async def test_the_folder_of_an_idle_process_does_not_come_to_look_abandoned(tmp
     await backend.close()
 
 
+@pytest.mark.usefixtures("form")
 async def test_a_file_removed_under_a_reader_stays_whole_for_it(tmp_path):
     one, two = open_disk(tmp_path), open_disk(tmp_path)
     keys = keys_of(24)
@@ -157,6 +163,7 @@ async def test_a_file_removed_under_a_reader_stays_whole_for_it(tmp_path):
         await backend.close()
 
 
+@pytest.mark.usefixtures("form")
 async def test_folders_of_namespaces_long_empty_are_removed_by_the_owner(tmp_path):
     for name in ("gone", "young", "full"):
         backend = open_disk(tmp_path, name)
@@ -209,7 +216,7 @@ from kvoffload.backends.disk.backend import DiskBackend, DiskOptions
 from kvoffload.config import ByteSize
 from kvoffload.testing.backends import filled, keys_of, payload_of, slots
 
-async def main(root, seed, capacity, size, seconds):
+async def main(root, form, seed, capacity, size, seconds):
     rng = random.Random(seed)
     backend = DiskBackend(
         DiskOptions(
@@ -217,6 +224,7 @@ async def main(root, seed, capacity, size, seconds):
             capacity=ByteSize(capacity),
             min_free=ByteSize(0),
             io=("auto", "cached", "buffered")[seed % 3],
+            small_chunks="files" if seed % 5 == 4 else form,
         ),
         f"rank{seed % 2}",
     )
@@ -239,18 +247,18 @@ async def main(root, seed, capacity, size, seconds):
         print(json.dumps([wrong, reads, writes]), flush=True)
     await backend.close()
 
-root, *figures, seconds = sys.argv[1:]
-asyncio.run(main(root, *map(int, figures), float(seconds)))
+root, form, *figures, seconds = sys.argv[1:]
+asyncio.run(main(root, form, *map(int, figures), float(seconds)))
 """
 
 
-def swarm(root, *, kills, pause_s):
+def swarm(root, form, *, kills, pause_s):
     """Four processes, two namespaces, one folder; one after the other is killed and replaced."""
     capacity = 100 * ON_DISK
     rng = random.Random(1)
 
     def start(seed):
-        words = [str(root), str(seed), str(capacity), str(SIZE), str(kills * pause_s + 60)]
+        words = [str(root), form, str(seed), str(capacity), str(SIZE), str(kills * pause_s + 60)]
         command = [sys.executable, "-c", SWARM, *words]
         process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         process.stdout.readline()
@@ -295,8 +303,8 @@ def finish(process, totals):
             return
 
 
-def check_swarm(root, kills, pause_s):
-    (wrong, reads, writes), peak, capacity = swarm(root, kills=kills, pause_s=pause_s)
+def check_swarm(root, form, kills, pause_s):
+    (wrong, reads, writes), peak, capacity = swarm(root, form, kills=kills, pause_s=pause_s)
     assert wrong == 0
     assert os.listdir(root / QUARANTINE) == []  # what was read while overwritten is no damage
     assert reads > 100
@@ -306,8 +314,8 @@ def check_swarm(root, kills, pause_s):
     backend = open_disk(root, "rank0", capacity=ByteSize(capacity))
 
     def counted_and_there():
-        there = 0
-        for path in (*root.glob("*/??/*"), *root.glob(".quarantine/*")):
+        there = chunk_bytes(root)
+        for path in root.glob(".quarantine/*"):
             with contextlib.suppress(FileNotFoundError):  # evicted since it was listed
                 there += path.lstat().st_blocks * 512
         return backend.usage().resident_bytes, there
@@ -323,11 +331,11 @@ def check_swarm(root, kills, pause_s):
     asyncio.run(backend.close())
 
 
-def test_four_processes_and_random_kills(ram_path):
-    check_swarm(ram_path, kills=4, pause_s=0.3)
+def test_four_processes_and_random_kills(ram_path, form):
+    check_swarm(ram_path, form, kills=4, pause_s=0.3)
 
 
 @pytest.mark.chaos
 @pytest.mark.timeout(1800)
-def test_four_processes_and_random_kills_for_long(ram_path):
-    check_swarm(ram_path, kills=100, pause_s=0.5)
+def test_four_processes_and_random_kills_for_long(ram_path, form):
+    check_swarm(ram_path, form, kills=100, pause_s=0.5)

@@ -42,8 +42,11 @@ class Draft(Protocol):
         """Hide a published chunk again."""
         ...
 
-    def drop(self) -> None:
-        """Free the place of a chunk that is not published; raises nothing."""
+    def drop(self) -> bool:
+        """Free the place of a chunk that is not published; raises nothing.
+
+        Returns False if it stays for now: the form releases its bytes later.
+        """
         ...
 
 

@@ -1,0 +1,119 @@
+"""One chunk in a slot of a segment: read and verified in the caller's memory, written from it."""
+
+import contextlib
+
+from kvoffload.backends.disk.chunk_file import (
+    PAGE,
+    ChunkFiles,
+    begun_check,
+    continued,
+    is_aligned,
+    reason_of,
+)
+from kvoffload.backends.disk.segment import Segment
+from kvoffload.backends.header import OTHER_KEY, Header, counted_as, mismatch, parse_header
+from kvoffload.backends.seals import Seal
+
+_WRITEBACK_BYTES = 1 << 20
+"""The kernel is told to write what has gathered in so large parts: each call takes time."""
+
+
+def fault_of(
+    content: memoryview, key: bytes, namespace: bytes, cipher: Seal | None = None
+) -> str | None:
+    """Return why loads miss the chunk that is the content of a slot, if they do.
+
+    Of an encrypted chunk whose key ``cipher`` lacks, only header and length are checked.
+    """
+    header = parse_header(content)
+    reason = mismatch(header, key, namespace, getattr(header, "payload_bytes", 0))
+    if reason is None and isinstance(header, Header):
+        running = begun_check(content[:PAGE], header, cipher)
+        if running is None:
+            return OTHER_KEY
+        payload = content[PAGE : PAGE + header.payload_bytes]
+        running.update(payload)
+        if len(payload) < header.payload_bytes:
+            reason = "short"
+        elif not running.is_whole():
+            reason = "payload"
+    return None if reason is None else counted_as(reason)
+
+
+class ChunkSlots:
+    """Reads and writes chunks in slots, by the way of I/O of ``files``. Thread-safe."""
+
+    def __init__(self, files: ChunkFiles) -> None:
+        self._files = files
+        self._vfs = files.vfs
+
+    def read(
+        self, segment: Segment, slot: int, key: bytes, namespace: bytes, target: memoryview
+    ) -> str | None:
+        """Fill ``target`` with the chunk of a slot; return a counter's reason, or None."""
+        files, vfs, offset = self._files, self._vfs, slot * segment.slot_bytes
+        wanted = PAGE + target.nbytes
+        if wanted > segment.slot_bytes:
+            return counted_as("size")
+        header, _ = files.pages()
+        buffers = [header, target]
+        try:
+            moved = self._read_cached(segment, buffers, offset) if files.cached else 0
+            if moved < wanted:
+                direct = (files.direct or files.cached) and is_aligned(target)
+                moved = vfs.preadv(segment.fd(direct=direct), buffers, offset)
+            if 0 < moved < wanted:
+                buffered = segment.fd(direct=False)
+                moved = continued(vfs.preadv, buffered, buffers, moved, offset)
+        except OSError as error:
+            return reason_of(error)
+        if moved < PAGE or not any(header[:8]):
+            return "missing"  # a hole: another process evicted the chunk
+        is_whole = moved == wanted
+        reason = files.seal.fault(header, target, key, namespace) if is_whole else "short"
+        if reason is None:
+            return None
+        return counted_as("size" if reason == "length" else reason)
+
+    def write(
+        self, segment: Segment, slot: int, key: bytes, namespace: bytes, chunk: memoryview
+    ) -> str | None:
+        """Write a chunk into a slot that the table does not name; return a counter's reason."""
+        files, vfs, offset = self._files, self._vfs, slot * segment.slot_bytes
+        header, _ = files.pages()
+        wanted = PAGE + chunk.nbytes
+        header[:], stored = files.seal.pack(key, namespace, chunk, header_bytes=PAGE)
+        try:
+            buffers, direct = [header, stored], files.direct and is_aligned(stored)
+            moved = vfs.pwritev(segment.fd(direct=direct), buffers, offset)
+            if 0 < moved < wanted:
+                buffered = segment.fd(direct=False)
+                moved = continued(vfs.pwritev, buffered, buffers, moved, offset)
+            if moved != wanted:
+                return "io_short"
+            if files.cached:
+                self._start_writeback(segment, wanted)
+        except OSError as error:
+            return reason_of(error)
+        finally:
+            files.seal.done(stored)
+        return None
+
+    def _read_cached(self, segment: Segment, buffers: list[memoryview], offset: int) -> int:
+        """Read a chunk if the page cache has all of it; return the bytes read."""
+        wanted = sum(buffer.nbytes for buffer in buffers)
+        with contextlib.suppress(OSError):  # the read that follows tells of an error that lasts
+            fd = segment.fd(direct=False)
+            if self._vfs.is_cached(fd, wanted, offset) and (
+                (moved := self._vfs.read_cached(fd, buffers, offset)) >= wanted
+            ):
+                return moved
+        self._files.expect_wait()
+        return 0
+
+    def _start_writeback(self, segment: Segment, written: int) -> None:
+        segment.unwritten_bytes += written
+        if segment.unwritten_bytes >= _WRITEBACK_BYTES:
+            segment.unwritten_bytes = 0
+            with contextlib.suppress(OSError):
+                self._vfs.start_writeback(segment.fd(direct=False))

@@ -1,0 +1,334 @@
+"""A segment: a file of equal slots, and the table that says which key is in which slot.
+
+The table is a file of its own: file systems let direct writes of one file wait for its buffered
+writes. ``docs/reference/format.md`` has the layout.
+"""
+
+import contextlib
+import fcntl
+import os
+import struct
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import xxhash
+
+from kvoffload.backends.disk.locks import open_locked
+from kvoffload.backends.disk.paths import SEGMENTS, SLOTS, TABLE, stems_of
+from kvoffload.backends.disk.vfs import Vfs
+from kvoffload.backends.disk.walker import names_in
+from kvoffload.backends.header import ALIGNED_BYTES, OTHER_VERSION
+
+ENTRY_BYTES = 64
+# magic, version, bytes of an entry, bytes of a slot; then a checksum
+_HEAD = struct.Struct("<8sHHQ36x")
+_SEAL = struct.Struct("<Q")
+_MAGIC, _VERSION = b"KVOSLOTS", 1
+# last use and store in ns since the epoch, bytes of the key, key
+_ENTRY = struct.Struct("<QQB47s")
+_USED = struct.Struct("<Q")
+MOST_KEY_BYTES = 47
+_WRITING = 255
+"""In place of a key's length: a chunk is being written."""
+_LENGTH_AT = 16
+_CLOCK_STEP_NS = 1_000_000_000
+_PIECE = 64 * ENTRY_BYTES
+FREE = bytes(ENTRY_BYTES)
+WRITING = FREE[:_LENGTH_AT] + bytes([_WRITING]) + FREE[_LENGTH_AT + 1 :]
+
+
+class Entry(NamedTuple):
+    """What the table says about a slot with a chunk."""
+
+    used_ns: int
+    stored_ns: int
+    key: bytes
+
+
+def pack_entry(key: bytes, now_ns: int) -> bytes:
+    """Return the entry of a chunk that is stored now."""
+    return _ENTRY.pack(now_ns, now_ns, len(key), key)
+
+
+def key_in(entry: bytes | bytearray) -> bytes | None:
+    """Return the key of an entry's chunk; None: the slot has none."""
+    length = entry[_LENGTH_AT]
+    if not 0 < length <= MOST_KEY_BYTES:
+        return None
+    return bytes(entry[_LENGTH_AT + 1 : _LENGTH_AT + 1 + length])
+
+
+def used_in(entry: bytes | bytearray) -> int:
+    """Return when an entry's chunk was used last, in ns since the epoch."""
+    used_ns: int = _USED.unpack_from(entry)[0]
+    return used_ns
+
+
+def stored_in(entry: bytes | bytearray) -> int:
+    """Return when an entry's chunk was stored, in ns since the epoch."""
+    stored_ns: int = _USED.unpack_from(entry, _USED.size)[0]
+    return stored_ns
+
+
+class Segment:
+    """One segment; the last reference to it closes its files. Callers serialize what they write."""
+
+    def __init__(self, vfs: Vfs, stem: str, table_fd: int, slot_bytes: int, number: int) -> None:
+        """Use an open table; ``stem``: path of both files without their endings."""
+        self.vfs = vfs
+        self.stem = stem
+        self.slot_bytes = slot_bytes
+        self.number = number
+        """Of the namespace."""
+        self.is_own = False
+        """Whether this process has it locked to store in it."""
+        self.table = bytearray()
+        """The entries as this process knows them."""
+        self.free: list[int] = []
+        """Slots to use next, if it is an own one: the last first."""
+        self.stuck: dict[int, int] = {}
+        """Own slots to be freed, with the bytes that the quota counts of each."""
+        self.is_tidy = False
+        """Whether a clean-up has seen the table as it is known."""
+        self.unwritten_bytes = 0
+        """Bytes since the kernel was last told to write them."""
+        self._table_fd = table_fd
+        self._fds: dict[bool, int] = {}
+        self._opening = threading.Lock()
+        self._mtime_ns = -1
+        # Another thread may use the files as long as it has the segment.
+        self.close = weakref.finalize(self, _close, vfs, table_fd, self._fds)
+        self.close.atexit = False
+
+    # ---- the files -------------------------------------------------------------------------
+
+    def fd(self, *, direct: bool) -> int:
+        """Return a descriptor of the slots; raises OSError."""
+        with self._opening:
+            if direct not in self._fds:
+                flags = os.O_RDWR | os.O_CREAT | (os.O_DIRECT if direct else 0)
+                self._fds[direct] = self.vfs.open(self.stem + SLOTS, flags)
+            return self._fds[direct]
+
+    def lock(self) -> bool:
+        """Lock the segment if no process has it locked; raises OSError for other reasons."""
+        try:
+            self.vfs.flock(self._table_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        return True
+
+    def unlock(self) -> None:
+        self.vfs.flock(self._table_fd, fcntl.LOCK_UN)
+
+    def sync(self) -> None:
+        self.vfs.fsync(self.fd(direct=False))
+        self.vfs.fsync(self._table_fd)
+
+    def unlink(self) -> None:
+        """Remove both files, of a segment without chunks that the caller has locked."""
+        self.vfs.unlink_quietly(self.stem + SLOTS)
+        self.vfs.unlink(self.stem + TABLE)
+
+    # ---- one slot --------------------------------------------------------------------------
+
+    def free_blocks(self, slot: int) -> None:
+        """Give the room of a slot back to the file system."""
+        self.vfs.punch(self.fd(direct=False), slot * self.slot_bytes, self.slot_bytes)
+
+    def entry(self, slot: int) -> bytearray:
+        """Read the entry of a slot from the table."""
+        entry = bytearray(ENTRY_BYTES)
+        self.vfs.preadv(self._table_fd, [entry], _offset(slot))
+        return entry
+
+    def chunk(self, slot: int) -> Entry | None:
+        """Read what the table says about a slot; None: it has no chunk."""
+        entry = self.entry(slot)
+        key = key_in(entry)
+        used_ns, stored_ns, _, _ = _ENTRY.unpack(entry)
+        return None if key is None else Entry(used_ns, stored_ns, key)
+
+    def set_entry(self, slot: int, entry: bytes) -> None:
+        self._write(entry, _offset(slot))
+        start = slot * ENTRY_BYTES
+        if start > len(self.table):
+            self.table.extend(bytes(start - len(self.table)))
+        self.table[start : start + ENTRY_BYTES] = entry
+
+    def set_used(self, slot: int, used_ns: int) -> None:
+        self._write(_USED.pack(used_ns), _offset(slot))
+
+    def _write(self, data: bytes, offset: int) -> None:
+        if self.vfs.pwritev(self._table_fd, [data], offset) != len(data):
+            raise OSError(5, "short write", self.stem + TABLE)
+
+    # ---- all slots -------------------------------------------------------------------------
+
+    def take_changes(self) -> Iterator[tuple[int, bytes, bytes]]:
+        """Read the table; yield each slot whose entry changed, the entry before, and the new."""
+        changed_ns = self.vfs.fstat(self._table_fd).st_mtime_ns
+        # Within one step of the clock the table may change again and keep its time.
+        self._mtime_ns = changed_ns if time.time_ns() - changed_ns > _CLOCK_STEP_NS else -1
+        before, self.is_tidy = self.table, False
+        self.read_table()
+        before.extend(bytes(max(0, len(self.table) - len(before))))
+        self.table.extend(bytes(len(before) - len(self.table)))
+        for start in range(0, len(before), _PIECE):
+            old, new = before[start : start + _PIECE], self.table[start : start + _PIECE]
+            if old == new:
+                continue
+            for at in range(0, len(old), ENTRY_BYTES):
+                one, other = old[at : at + ENTRY_BYTES], new[at : at + ENTRY_BYTES]
+                if one != other:
+                    yield (start + at) // ENTRY_BYTES, bytes(one), bytes(other)
+
+    def has_changed(self) -> bool:
+        """Return whether the table may have changed since it was read; raises OSError."""
+        return self.vfs.fstat(self._table_fd).st_mtime_ns != self._mtime_ns
+
+    def chunks(self) -> Iterator[tuple[int, Entry]]:
+        """Yield each slot with a chunk as this process knows them, with its entry."""
+        for slot, fields in enumerate(_ENTRY.iter_unpack(self.table)):
+            used_ns, stored_ns, length, key = fields
+            if 0 < length <= MOST_KEY_BYTES:
+                yield slot, Entry(used_ns, stored_ns, key[:length])
+
+    def stored_ns(self, slot: int) -> int:
+        """Return when the chunk of a slot was stored, as this process knows it."""
+        return stored_in(self.table[slot * ENTRY_BYTES : (slot + 1) * ENTRY_BYTES])
+
+    def free_slots(self) -> list[int]:
+        return [i for i, length in enumerate(self.table[_LENGTH_AT::ENTRY_BYTES]) if not length]
+
+    def written_slots(self) -> list[int]:
+        """Return the slots that are being written; damaged entries count as such."""
+        lengths = self.table[_LENGTH_AT::ENTRY_BYTES]
+        if max(lengths, default=0) <= MOST_KEY_BYTES:
+            return []
+        return [i for i, length in enumerate(lengths) if length > MOST_KEY_BYTES]
+
+    @property
+    def num_used(self) -> int:
+        """Slots that are not free, as this process knows them."""
+        return len(self.table[_LENGTH_AT::ENTRY_BYTES].replace(b"\0", b""))
+
+    def take_slot(self) -> int:
+        """Return a free slot of an own segment: a new last one if all are in use."""
+        return self.free.pop() if self.free else len(self.table) // ENTRY_BYTES
+
+    def read_table(self) -> None:
+        """Read all entries; raises OSError."""
+        size = self.vfs.fstat(self._table_fd).st_size - ENTRY_BYTES
+        table, done = bytearray(max(0, size // ENTRY_BYTES * ENTRY_BYTES)), 0
+        view = memoryview(table)
+        while done < len(table):
+            moved = self.vfs.preadv(self._table_fd, [view[done:]], ENTRY_BYTES + done)
+            if moved <= 0:
+                break
+            done += moved
+        view.release()
+        self.table = table
+
+
+def open_segment(vfs: Vfs, stem: str, number: int = 0) -> Segment:
+    """Open a segment; OSError: it cannot be read.
+
+    Raises:
+        ValueError: it is of another version, :data:`OTHER_VERSION`, or its head is damaged.
+    """
+    fd = vfs.open(stem + TABLE, os.O_RDWR)
+    try:
+        head = bytearray(_HEAD.size + _SEAL.size)
+        vfs.preadv(fd, [head], 0)
+        return Segment(vfs, stem, fd, _slot_bytes_in(head), number)
+    except BaseException:
+        vfs.close_quietly(fd)
+        raise
+
+
+def _slot_bytes_in(head: bytearray) -> int:
+    """Return the bytes of a slot by the head of a table; ValueError: it is damaged."""
+    magic, version, entry_bytes, slot_bytes = _HEAD.unpack_from(head)
+    seal = xxhash.xxh3_64_intdigest(head[: _HEAD.size])
+    if magic != _MAGIC or _SEAL.unpack_from(head, _HEAD.size)[0] != seal:
+        raise ValueError("header")
+    is_whole = slot_bytes % ALIGNED_BYTES == 0 and slot_bytes >= 2 * ALIGNED_BYTES
+    if (version, entry_bytes) != (_VERSION, ENTRY_BYTES) or not is_whole:
+        raise ValueError(OTHER_VERSION)
+    return int(slot_bytes)
+
+
+def make_segment(vfs: Vfs, stem: str, temporary: str, slot_bytes: int, *, durable: bool) -> Segment:
+    """Make a locked segment without chunks; raises OSError.
+
+    It is made under a temporary name: no process sees it unlocked.
+    """
+    folder = os.path.dirname(stem)
+    vfs.make_folder(folder, durable=durable)
+    head = _HEAD.pack(_MAGIC, _VERSION, ENTRY_BYTES, slot_bytes)
+    fd = vfs.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL)
+    made = Segment(vfs, stem, fd, slot_bytes, 0)
+    try:
+        made.lock()
+        made._write(head + _SEAL.pack(xxhash.xxh3_64_intdigest(head)), 0)
+        vfs.rename(temporary, stem + TABLE)
+    except BaseException:
+        vfs.unlink_quietly(temporary)
+        raise
+    made.is_own = True
+    if durable:
+        made.sync()
+        vfs.sync(folder)
+    return made
+
+
+def segments_in(
+    vfs: Vfs,
+    folder: str,
+    failed: Callable[[str, OSError | ValueError], None] = lambda stem, e: None,
+) -> Iterator[Segment]:
+    """Open the segments of a namespace folder one after the other, with their tables read.
+
+    ``failed`` is called with each one that cannot be read, and the error.
+    """
+    inner = f"{folder}/{SEGMENTS}"
+    for stem in sorted(stems_of(names_in(vfs, inner))):
+        try:
+            segment = open_segment(vfs, f"{inner}/{stem}")
+            segment.read_table()
+            yield segment
+        except FileNotFoundError:
+            continue
+        except (OSError, ValueError) as error:
+            failed(f"{inner}/{stem}{TABLE}", error)
+
+
+def remove_empty(vfs: Vfs, folder: str) -> None:
+    """Remove the segments of a namespace folder that are empty and that no process has locked."""
+    for segment in segments_in(vfs, folder):
+        with contextlib.suppress(OSError):
+            if segment.lock() and not segment.num_used:
+                segment.unlink()
+
+
+def remove_damaged(vfs: Vfs, stem: str) -> None:
+    """Remove a segment whose table no process can read, unless one has it locked."""
+    fd = open_locked(vfs, stem + TABLE, os.O_RDWR, fcntl.LOCK_EX)
+    try:
+        vfs.unlink_quietly(stem + SLOTS)
+        vfs.unlink(stem + TABLE)
+    finally:
+        vfs.close_quietly(fd)
+
+
+def _offset(slot: int) -> int:
+    return (1 + slot) * ENTRY_BYTES
+
+
+def _close(vfs: Vfs, table_fd: int, fds: dict[bool, int]) -> None:
+    for fd in (*fds.values(), table_fd):
+        vfs.close_quietly(fd)

@@ -1,0 +1,281 @@
+"""Small chunks in slots of segments: what files do by their names, and what only slots can meet."""
+
+import errno
+import os
+import time
+
+import pytest
+from disk_parts import ON_DISK, SIZE, allocated, chunk_bytes, flip_chunk, open_disk, until, write
+
+from kvoffload.backends.admin import Check, Garbage
+from kvoffload.backends.base import ReadResult
+from kvoffload.backends.disk import admin
+from kvoffload.backends.disk.inspector import DiskInspector
+from kvoffload.backends.disk.paths import QUARANTINE
+from kvoffload.config import ByteSize
+from kvoffload.testing import payload_of
+from kvoffload.testing.backends import filled, keys_of, slots
+from tests.support.vfs import FailingVfs
+
+STATE_AT = 16
+"""In an entry of 64 bytes; the first entry is behind a head of 64."""
+
+
+def open_segments(root, namespace="disk", **settings):
+    return open_disk(root, namespace, **{"small_chunks": "segments", **settings})
+
+
+def full(chunks):
+    """Return settings with which a store is full with so many chunks."""
+    return {"capacity": ByteSize(chunks * ON_DISK), "high_watermark": 1.0, "low_watermark": 1.0}
+
+
+def tables(root):
+    return sorted(root.glob("*/segments/*.table"))
+
+
+def slot_blocks(root):
+    """Return the bytes that the file system gave to slots."""
+    return sum(path.stat().st_blocks * 512 for path in root.glob("*/segments/*.slots"))
+
+
+def files(root):
+    return {path.name for path in root.glob("*/??/*")}
+
+
+async def check(backend, keys):
+    """Read keys; return which were hits, all of them with the right bytes."""
+    into = slots(len(keys), SIZE)
+    answers = await backend.read(keys, into)
+    for key, slot, good in zip(keys, into, answers, strict=True):
+        assert not good or bytes(slot) == payload_of(key, SIZE)
+    return [bool(each) for each in answers]
+
+
+async def test_chunks_of_both_forms_are_hits_and_leave_in_one_order(tmp_path):
+    old, new = keys_of(4, "old"), keys_of(4, "new")
+    backend = open_disk(tmp_path, **full(6), policy="lru")
+    assert all(await write(backend, old))
+    await backend.close()
+    backend = open_segments(tmp_path, **full(6), policy="lru")
+    for key in new:
+        assert await write(backend, [key]) == [True]
+    assert sum(await check(backend, old)) == len(files(tmp_path)) == 2
+    assert await check(backend, new) == [True] * 4
+    assert backend.usage().resident_bytes == chunk_bytes(tmp_path) == 6 * ON_DISK
+    assert slot_blocks(tmp_path) == 4 * ON_DISK
+    await backend.close()
+    backend = open_disk(tmp_path, **full(6), policy="lru")  # and back
+    assert await write(backend, keys_of(1, "last")) == [True]
+    assert sum(await check(backend, [*old, *new])) == 5
+    assert backend.usage().resident_bytes == chunk_bytes(tmp_path) == 6 * ON_DISK
+    await backend.close()
+
+
+async def test_an_evicted_chunk_is_overwritten_in_its_slot(tmp_path):
+    backend = open_segments(tmp_path, **full(4))
+    for key in keys_of(12):
+        assert await write(backend, [key]) == [True]
+    assert backend.counters() == {"evicted": 8, "overwritten": 8}
+    assert slot_blocks(tmp_path) == chunk_bytes(tmp_path) == 4 * ON_DISK
+    await backend.remove(keys_of(12))
+    assert slot_blocks(tmp_path) == backend.usage().resident_bytes == 0
+    await backend.close()
+    assert tables(tmp_path) == []
+
+
+async def test_what_has_no_slot_has_a_file(tmp_path):
+    backend = open_segments(tmp_path)
+    sizes = [(256 << 10) + 1, *(4096 * i for i in range(1, 18))]
+    keys = keys_of(len(sizes))
+    for key, size in zip(keys, sizes, strict=True):
+        assert await backend.write([key], filled([key], size)) == [True]
+    long_key = bytes(range(48))
+    assert await write(backend, [long_key]) == [True]
+    assert files(tmp_path) == {keys[0].hex(), keys[-1].hex(), long_key.hex()}
+    assert len(tables(tmp_path)) == 16
+    for key, size in zip(keys, sizes, strict=True):
+        assert await backend.read([key], slots(1, size)) == [True]
+    await backend.close()
+
+
+async def test_a_file_system_that_frees_no_part_of_a_file_gets_files(tmp_path, caplog):
+    vfs = FailingVfs(1, errno.EOPNOTSUPP, sticky=True, when=lambda call, path: call == "punch")
+    backend = open_segments(tmp_path, vfs=vfs)
+    assert "cannot free a part of a file" in caplog.text
+    assert await write(backend, keys_of(1)) == [True]
+    assert len(files(tmp_path)) == 1
+    await backend.close()
+
+
+async def test_a_process_takes_over_a_segment_that_no_process_has_locked(tmp_path):
+    one, two = open_segments(tmp_path), open_segments(tmp_path)
+    assert await write(one, keys_of(3, "one")) == [True] * 3
+    assert await write(two, keys_of(3, "two")) == [True] * 3
+    assert len(tables(tmp_path)) == 2
+    for backend in (one, two):
+        await backend.close()
+    backend = open_segments(tmp_path)
+    every = [*keys_of(3, "one"), *keys_of(3, "two"), *keys_of(3, "more")]
+    assert await write(backend, every[6:]) == [True] * 3
+    assert len(tables(tmp_path)) == 2
+    assert await check(backend, every) == [True] * 9
+    assert backend.usage().resident_bytes == chunk_bytes(tmp_path) == 9 * ON_DISK
+    await backend.close()
+
+
+async def test_the_slots_of_another_process_are_freed_and_used_again(tmp_path):
+    evicting, other = (open_segments(tmp_path, name, **full(4)) for name in "ab")
+    assert await write(other, keys_of(4)) == [True] * 4
+    assert await until(lambda: evicting._store.root.other_writers == 1)
+    new = keys_of(2, "new")
+    assert await until(lambda: evicting._store.index.has_victims)
+    assert await write(evicting, new) == [True] * 2
+    assert sum(await check(other, keys_of(4))) == 2
+    assert not any(reason.startswith("corrupt") for reason in other.counters())
+    assert slot_blocks(tmp_path) == 4 * ON_DISK
+    await evicting.remove(new)
+    assert await until(lambda: chunk_bytes(tmp_path) == 2 * ON_DISK)
+    assert await write(other, keys_of(2, "more")) == [True] * 2
+    assert await check(other, keys_of(2, "more")) == [True] * 2
+    assert slot_blocks(tmp_path) == evicting._store.root.quota.refresh() == 4 * ON_DISK
+    for backend in (other, evicting):
+        await backend.close()
+
+
+def set_state(path, slot, state):
+    with open(path, "r+b") as file:
+        file.seek(64 + 64 * slot + STATE_AT)
+        file.write(bytes([state]))
+
+
+async def test_what_a_dead_process_was_writing_is_freed(tmp_path):
+    backend = open_segments(tmp_path)
+    keys = keys_of(4)
+    assert await write(backend, keys) == [True] * 4
+    await backend.close()
+    set_state(*tables(tmp_path), slot=1, state=255)
+    backend = open_segments(tmp_path)
+    assert sum(await check(backend, keys)) == 3
+    assert slot_blocks(tmp_path) == backend.usage().resident_bytes == 3 * ON_DISK
+    await backend.close()
+
+
+def edit(path, at, data):
+    with open(path, "r+b") as file:
+        file.seek(at)
+        file.write(data)
+
+
+DAMAGE = {
+    "header": (lambda t, s, k: flip_chunk(s.parents[2], k, 300), "corrupt_header"),
+    "magic": (lambda t, s, k: flip_chunk(s.parents[2], k, 0), "corrupt_magic"),
+    "payload": (lambda t, s, k: flip_chunk(s.parents[2], k, -9), "corrupt_payload"),
+    "slots cut": (lambda t, s, k: os.truncate(s, ON_DISK - 4096), "corrupt_short"),
+    "slots gone": (lambda t, s, k: os.truncate(s, 0), "read_missing"),
+    "entry's key": (lambda t, s, k: edit(t, 64 + 20, b"\0\1\2\3"), "read_missing"),
+    "entry's length": (lambda t, s, k: set_state(t, 0, 100), "read_missing"),
+    "two entries exchanged": (lambda t, s, k: exchange(t), "corrupt_key"),
+    "table cut": (lambda t, s, k: os.truncate(t, 64), "read_missing"),
+    "table's head": (lambda t, s, k: edit(t, 13, b"\xff"), "corrupt_header"),
+    "table gone": (lambda t, s, k: t.unlink(), "read_missing"),
+}
+
+
+def exchange(table):
+    content = table.read_bytes()
+    table.write_bytes(content[:64] + content[128:192] + content[64:128] + content[192:])
+
+
+@pytest.mark.parametrize("kind", DAMAGE)
+async def test_damage_of_any_kind_is_a_miss_and_can_be_stored_again(tmp_path, kind):
+    backend = open_segments(tmp_path)
+    keys = keys_of(2)
+    for key in keys:
+        assert await write(backend, [key]) == [True]
+    await backend.close()
+    (table,) = tables(tmp_path)
+    damage, reason = DAMAGE[kind]
+    damage(table, table.with_suffix(".slots"), keys[0])
+    backend = open_segments(tmp_path)
+    assert (await check(backend, keys))[0] is False
+    assert backend.counters()[reason] >= 1
+    assert await write(backend, keys) == [True] * 2
+    assert await check(backend, keys) == [True] * 2
+    await backend.close()
+    backend = open_segments(tmp_path)
+    assert await check(backend, keys) == [True] * 2
+    set_aside = sum(path.stat().st_blocks * 512 for path in (tmp_path / QUARANTINE).iterdir())
+    assert backend.usage().resident_bytes == chunk_bytes(tmp_path) + set_aside
+    await backend.close()
+
+
+async def test_a_use_counts_in_the_next_process_and_an_unused_chunk_expires(tmp_path):
+    backend = open_segments(tmp_path, ttl_s=60)
+    one, two = keys_of(2)
+    assert await write(backend, [one, two]) == [True] * 2
+    await backend.close()
+    (table,) = tables(tmp_path)
+    for slot in range(2):
+        edit(table, 64 + 64 * slot, (time.time_ns() - int(59e9)).to_bytes(8, "little"))
+    backend = open_segments(tmp_path, ttl_s=60)
+    assert await check(backend, [one]) == [True]
+    backend._store.record_use()
+    assert await until(lambda: not backend.holds(two))
+    assert await until(lambda: backend.counters().get("expired") == 1)
+    assert await check(backend, [one, two]) == [True, False]
+    assert slot_blocks(tmp_path) == ON_DISK
+    await backend.close()
+
+
+async def test_commands_see_verify_and_remove_chunks_in_slots(tmp_path):
+    for name, count in (("a", 3), ("b", 2)):
+        backend = open_segments(tmp_path, name)
+        assert all(await write(backend, keys_of(count, name)))
+        await backend.close()
+    flip_chunk(tmp_path, keys_of(3, "a")[1], -1)
+    found = DiskInspector(str(tmp_path))
+    survey = admin.survey(found)
+    assert sorted(each.chunks for each in survey.held) == [2, 3]
+    assert survey.figures["allocated_bytes"] == 5 * ON_DISK
+    verified = admin.verify(found, Check(repair=True))
+    assert [(each["reason"], each["removed"]) for each in verified.figures["damaged"]] == [
+        ("corrupt_payload", True)
+    ]
+    assert list(found.strays()) == []
+    collected = admin.collect(found, Garbage(namespace="b"))
+    assert collected.figures["removed"] == 2
+    assert found.ledger() == (2 * ON_DISK, None)
+    assert len(found.namespaces()) == 1
+    found.close()
+    backend = open_segments(tmp_path, "a")
+    assert await check(backend, keys_of(3, "a")) == [True, False, True]
+    assert slot_blocks(tmp_path) == backend.usage().resident_bytes == 2 * ON_DISK
+    await backend.close()
+
+
+async def test_a_purged_namespace_leaves_no_segment(tmp_path):
+    old = open_segments(tmp_path, "old")
+    assert all(await write(old, keys_of(3)))
+    await old.close()
+    backend = open_segments(tmp_path, "new")
+    assert all(await write(backend, keys_of(2)))
+    assert await backend.purge(["old"]) == 3
+    assert len([path for path in tmp_path.iterdir() if len(path.name) == 64]) == 1
+    assert backend.usage().resident_bytes == chunk_bytes(tmp_path) == 2 * ON_DISK
+    assert allocated(tmp_path) < 3 * ON_DISK
+    await backend.close()
+
+
+async def test_a_removed_root_is_an_empty_root(tmp_path):
+    backend = open_segments(tmp_path / "kv")
+    keys = keys_of(3)
+    assert all(await write(backend, keys))
+    (tmp_path / "kv").rename(tmp_path / "gone")
+    assert await until(lambda: backend.counters().get("remade") == 1)
+    assert await until(lambda: not any(map(backend.holds, keys)))
+    assert await backend.read(keys, slots(3, SIZE)) == [ReadResult.MISSING] * 3
+    assert await write(backend, keys) == [True] * 3
+    assert len(tables(tmp_path / "kv")) == 1
+    assert await check(backend, keys) == [True] * 3
+    await backend.close()
