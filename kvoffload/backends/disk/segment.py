@@ -197,9 +197,9 @@ class Segment:
             if 0 < length <= MOST_KEY_BYTES:
                 yield slot, Entry(used_ns, stored_ns, key[:length])
 
-    def stored_ns(self, slot: int) -> int:
-        """Return when the chunk of a slot was stored, as this process knows it."""
-        return stored_in(self.table[slot * ENTRY_BYTES : (slot + 1) * ENTRY_BYTES])
+    def known(self, slot: int) -> bytearray:
+        """Return the entry of a slot as this process knows it."""
+        return self.table[slot * ENTRY_BYTES : (slot + 1) * ENTRY_BYTES]
 
     def free_slots(self) -> list[int]:
         return [i for i, length in enumerate(self.table[_LENGTH_AT::ENTRY_BYTES]) if not length]

@@ -170,15 +170,22 @@ class Slots:
     def publish(self, name: Name, draft: SlotDraft) -> int:
         """Enter the chunk of a slot into the table; return the bytes of the one it replaces."""
         with self._lock:
+            if self._at(draft.place)[0] is not draft.segment:
+                raise _gone(name)  # with its segment
             draft.segment.set_entry(draft.slot, pack_entry(name[2:], time.time_ns()))
             before = self._places.get(name)
             self._places[name] = draft.place
         if before is None:
             return 0
         segment, slot = self._at(before)
-        if key_in(segment.entry(slot)) != name[2:]:
+        try:
+            if key_in(segment.entry(slot)) != name[2:]:
+                return 0
+            self.free(segment, slot)
+        except OSError:
+            if segment.is_own:
+                segment.stuck[slot] = segment.slot_bytes
             return 0
-        self.free(segment, slot)
         return segment.slot_bytes
 
     def retract(self, name: Name, draft: SlotDraft) -> None:
@@ -234,7 +241,11 @@ class Slots:
         moved = self.vfs.preadv(segment.fd(direct=False), [content], offset)
         temporary = self._host.root.writer.temporary(counted=False)
         self.vfs.replace_file(path, temporary, bytes(content[:moved]))
-        self.remove(name)
+        try:
+            self.remove(name)
+        except OSError:
+            self.vfs.unlink_quietly(path)
+            raise
 
     # ---- segments --------------------------------------------------------------------------
 
@@ -289,7 +300,9 @@ class Slots:
         for i, segment in self._known(number):
             for slot, entry in segment.chunks():
                 # Two processes may have stored it: when the one leaves, the other stays.
-                self._places.setdefault(prefix + entry.key, slot * _MOST_SEGMENTS + i)
+                with self._lock:
+                    if key_in(segment.known(slot)) == entry.key:
+                        self._places.setdefault(prefix + entry.key, slot * _MOST_SEGMENTS + i)
                 yield entry.used_ns, prefix + entry.key, segment.slot_bytes
 
     def names(self, number: int) -> list[Name]:
@@ -421,7 +434,8 @@ class Slots:
             if self._places.get(name) == place:
                 del self._places[name]
                 segment, slot = self._at(place)
-                if segment.is_own:
+                # Unless its table has it, the slot is that of another chunk by now.
+                if segment.is_own and key_in(segment.known(slot)) == name[2:]:
                     segment.stuck.setdefault(slot, 0)
 
     def _own_segment(self, slot_bytes: int) -> int:
@@ -431,6 +445,8 @@ class Slots:
         for i, segment in self._known(0):
             if segment.slot_bytes == slot_bytes and segment.lock():
                 self._tidy(i, segment)
+                if self._durable:  # its last process may not have been
+                    self.vfs.sync(os.path.dirname(segment.stem))
                 segment.free = segment.free_slots()[::-1]
                 segment.is_own = True
                 self._own[slot_bytes] = i
@@ -478,7 +494,7 @@ class Slots:
             segment, slot, _ = self._find(name)
         except FileNotFoundError:
             return True
-        return segment.stored_ns(slot) < stored_in(entry)
+        return stored_in(segment.known(slot)) < stored_in(entry)
 
     def _lose(self, number: int) -> None:
         """Forget a segment whose files are gone."""

@@ -63,18 +63,10 @@ class TestSegments(SegmentSuite):
     settings: ClassVar = {"small_chunks": "segments"}
 
 
-class TestCachedSegments(SegmentSuite):
-    settings: ClassVar = {"small_chunks": "segments", "io": "cached"}
-
-
 class TestEncryptedSegments(SegmentSuite):
     @pytest.fixture(autouse=True)
     def _key(self, encryption):
-        self.settings = {"small_chunks": "segments", "encryption": encryption}
-
-
-class TestDurableSegments(SegmentSuite):
-    settings: ClassVar = {"small_chunks": "segments", "durability": "fsync"}
+        self.settings = {"small_chunks": "segments", "io": "cached", "encryption": encryption}
 
 
 async def test_keys_that_cannot_have_been_stored_are_absent_and_harm_nothing(tmp_path):

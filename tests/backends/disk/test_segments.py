@@ -15,7 +15,7 @@ from kvoffload.backends.disk.paths import QUARANTINE
 from kvoffload.config import ByteSize
 from kvoffload.testing import payload_of
 from kvoffload.testing.backends import filled, keys_of, slots
-from tests.support.vfs import FailingVfs
+from tests.support.vfs import FailingVfs, kind_of
 
 STATE_AT = 16
 """In an entry of 64 bytes; the first entry is behind a head of 64."""
@@ -158,6 +158,27 @@ async def test_what_a_dead_process_was_writing_is_freed(tmp_path):
     backend = open_segments(tmp_path)
     assert sum(await check(backend, keys)) == 3
     assert slot_blocks(tmp_path) == backend.usage().resident_bytes == 3 * ON_DISK
+    await backend.close()
+
+
+async def test_a_slot_that_cannot_be_freed_stays_counted_until_it_is(tmp_path):
+    def is_broken(call, path):
+        return call == "punch" or (call == "pwritev" and kind_of(path) == "slots")
+
+    vfs = FailingVfs(0, errno.EIO, sticky=True, when=is_broken)
+    backend = open_segments(tmp_path, vfs=vfs)
+    one, two, three = keys_of(3)
+    assert await write(backend, [one]) == [True]
+    vfs.nth = 1
+    assert await write(backend, [two]) == [False]
+    await backend.remove([one])
+    assert backend.counters()["undeletable"] == 1
+    assert backend._store.root.quota.refresh() == chunk_bytes(tmp_path) == 2 * ON_DISK
+    vfs.heal()
+    assert await until(lambda: backend._store.root.quota.refresh() == ON_DISK)
+    assert await write(backend, [three]) == [True]
+    assert await check(backend, [one, two, three]) == [True, False, True]
+    assert slot_blocks(tmp_path) == chunk_bytes(tmp_path) == 2 * ON_DISK
     await backend.close()
 
 

@@ -82,7 +82,6 @@ async def test_the_owner_sees_what_others_use(tmp_path):
     await owner.close()
 
 
-@pytest.mark.usefixtures("form")
 async def test_a_process_long_alone_soon_sees_what_a_new_one_stores(tmp_path):
     alone = open_disk(tmp_path)
     housekeeper = alone._housekeeper
@@ -163,7 +162,6 @@ async def test_a_file_removed_under_a_reader_stays_whole_for_it(tmp_path):
         await backend.close()
 
 
-@pytest.mark.usefixtures("form")
 async def test_folders_of_namespaces_long_empty_are_removed_by_the_owner(tmp_path):
     for name in ("gone", "young", "full"):
         backend = open_disk(tmp_path, name)
