@@ -57,6 +57,7 @@ MOST_DESCRIBED = 256
 """Namespaces whose facts an engine reads at its start."""
 MOST_NAMES = 10_000
 """Names that an engine looks at for the log line of a cold start: ten requests."""
+_MOST_LISTED = 1 << 26
 _MOST_CHUNKS = 1 << 22
 """Chunks that one verify can choose from: about 2 GiB of names."""
 _MOST_CHUNK_BYTES = 1 << 30
@@ -84,7 +85,9 @@ class Operator:
 
     def listed(self, folder: str = "") -> Iterator[Stored]:
         """Yield the objects of a folder, or all."""
-        for each in self.bucket.list(folder):
+        for number, each in enumerate(self.bucket.list(folder)):
+            if number == _MOST_LISTED:
+                raise ConnectionError("a listing without end")
             self.pause()
             yield each
 

@@ -68,6 +68,6 @@ class InFlightBytes:
                     self._room.notify_all()  # a store may go on
 
     def _fits(self, kind: Kind, nbytes: int) -> bool:
-        if kind == "store" and self._waiting_loads and self._bytes:
+        if kind == "store" and self._waiting_loads:  # one of which fits, if nothing is in flight
             return False
         return not self._bytes or self._bytes + nbytes <= self._most

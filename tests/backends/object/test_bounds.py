@@ -1,0 +1,155 @@
+"""What bounds requests: the breaker by share, the bytes in flight, the listings."""
+
+import itertools
+import threading
+import time
+
+import pytest
+
+from kvoffload import open_backend
+from kvoffload.backends.object import admin
+from kvoffload.backends.object.bytes_in_flight import InFlightBytes
+from kvoffload.backends.object.failures import BUSY, CANCELLED, Failed
+from kvoffload.backends.object.share_breaker import ShareBreaker
+from kvoffload.testing.backends import filled, keys_of, slots
+from tests.support.s3_stand_in import Answer, S3StandIn
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self):
+        return self.now
+
+
+@pytest.mark.parametrize(
+    ("outcomes", "is_open"),
+    [
+        ("---", False),  # too few to tell
+        ("----", True),
+        ("+" * 20 + "-" * 9, False),
+        ("+" * 20 + "-" * 10, True),
+        ("-+" * 20, True),
+        ("--++++++" * 10, False),
+        ("---" + "+" * 20 + "---" + "+" * 20, False),
+    ],
+)
+def test_half_of_the_latest_requests_open_the_breaker(outcomes, is_open):
+    breaker = ShareBreaker()
+    for outcome in outcomes:
+        if breaker.is_open:
+            break
+        breaker.succeeded() if outcome == "+" else breaker.failed()
+    assert breaker.is_open is is_open
+
+
+def test_an_open_breaker_admits_one_request_a_pause_and_pauses_grow():
+    clock = Clock()
+    breaker = ShareBreaker(clock=clock, jitter=lambda: 0.0)
+    assert breaker.failed(at_once=True)
+    assert not breaker.failed(at_once=True), "it opened twice"
+    for pause_s in (1, 2, 4, 8, 16, 16):
+        clock.now += pause_s - 0.1
+        assert not breaker.admits()
+        clock.now += 0.2
+        assert breaker.admits()
+        assert not breaker.admits()
+        clock.now -= 0.1
+    assert breaker.succeeded()
+    assert breaker.admits()
+    assert not breaker.succeeded()
+    assert breaker.failed(at_once=True)
+    clock.now += 1.0
+    assert breaker.admits(), "the first pause is short again"
+
+
+def held(bound, kind, nbytes, release, begun):
+    """Start a thread that holds room until it may let go."""
+
+    def hold():
+        with bound.of(kind, nbytes, lambda: False):
+            begun.append(kind)
+            release.wait(10)
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    return thread
+
+
+def test_loads_go_before_stores_that_wait(until):
+    bound, release, begun = InFlightBytes(100, 10), threading.Event(), []
+    first, second = threading.Event(), threading.Event()
+    threads = [held(bound, "load", 90, first, begun)]
+    until(lambda: bound.nbytes == 90)
+    threads.append(held(bound, "store", 60, release, begun))
+    threads.append(held(bound, "load", 60, second, begun))
+    until(lambda: bound._waiting_loads == 1)
+    first.set()
+    until(lambda: begun == ["load", "load"])
+    second.set()
+    until(lambda: begun == ["load", "load", "store"])
+    release.set()
+    for thread in threads:
+        thread.join()
+    assert bound.nbytes == 0
+
+
+def test_a_transfer_waits_no_longer_than_its_patience_and_a_large_one_goes_alone():
+    bound = InFlightBytes(100, 0.05)
+    with bound.of("store", 1000, lambda: False):
+        began = time.monotonic()
+        with pytest.raises(Failed) as late, bound.of("load", 1, lambda: False):
+            pass
+        assert late.value.failure is BUSY
+        assert time.monotonic() - began >= 0.05
+        with pytest.raises(Failed) as gone, bound.of("load", 1, lambda: True):
+            pass
+        assert gone.value.failure is CANCELLED
+    with bound.of("load", 1000, lambda: False):
+        assert bound.nbytes == 1000
+
+
+async def test_engines_send_no_list(s3, options):
+    """A listing of a large bucket takes minutes and money."""
+    backend, keys = open_backend("object", options, "n"), keys_of(3)
+    listed = []
+    backend._bucket.list = backend._heads.list = lambda *words: listed.append(words)
+    await backend.contains([])
+    await backend.describe({"model": "m"})
+    assert await backend.write(keys, filled(keys)) == [True] * 3
+    assert await backend.contains(keys) == [True] * 3
+    assert await backend.read(keys, slots(3)) == [True] * 3
+    await backend.remove(keys)
+    await backend.close()
+    assert listed == []
+
+
+async def test_a_listing_without_end_ends(monkeypatch):
+    monkeypatch.setattr(admin, "MOST_NAMES", 500)
+    monkeypatch.setattr(admin, "_MOST_LISTED", 2000)
+    pages = itertools.count()
+
+    def answer(verb, path):
+        if "list-type" not in path:
+            return Answer(404)
+        page = next(pages)
+        names = [f"kv/{i % 256:02x}/{'0' * 16}/{page:08x}{i:04x}" for i in range(1000)]
+        contents = "".join(
+            f"<Contents><Key>{name}</Key><LastModified>2026-11-22T01:58:41.000Z</LastModified>"
+            f"<ETag>e</ETag><Size>1</Size></Contents>"
+            for name in names
+        )
+        body = (
+            "<ListBucketResult><IsTruncated>true</IsTruncated><NextContinuationToken>"
+            f"{page}</NextContinuationToken>{contents}</ListBucketResult>"
+        )
+        return Answer(200, body.encode())
+
+    with S3StandIn(answer) as server:
+        backend = open_backend("object", server.options(), "n")
+        assert len(await backend.described()) <= 1
+        looked_at = next(pages)
+        assert looked_at <= 3
+        with pytest.raises(OSError, match="without end"):
+            await backend.survey()
+        await backend.close()
