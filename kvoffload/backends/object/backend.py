@@ -17,6 +17,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 import msgspec
 
@@ -51,7 +52,18 @@ SMALL_CHUNK_BYTES = 1 << 20
 """Below this, requests and not bytes decide speed and price."""
 _MOST_USELESS = 1 << 16
 """Objects to replace that are remembered: a few mebibytes."""
+_USELESS_S = 600.0
+"""So long an object counts as absent that a load could not use, unless another one replaces it: the
+fault may have been the network's."""
 _DESCRIBE_EVERY_S = 86400.0
+
+
+class _Useless(NamedTuple):
+    """An object that a load could not use."""
+
+    version: str
+    until_s: float
+    """When it counts as present again; a store of its key replaces it also later."""
 
 
 class ObjectBackend(ThreadedBackend, ObjectAdmin):
@@ -93,9 +105,8 @@ class ObjectBackend(ThreadedBackend, ObjectAdmin):
         self._cancelled: set[int] = set()
         """Threads whose caller is gone."""
         self._changing = threading.Lock()
-        self._useless: OrderedDict[bytes, str] = OrderedDict()
-        """Keys whose objects no load can use, and the objects' versions: the next store replaces
-        them, and until then they are absent."""
+        self._useless: OrderedDict[bytes, _Useless] = OrderedDict()
+        """Keys whose objects no load can use: the next store replaces them."""
         self._versions: dict[int, str] = {}
         """The version of the object that a thread receives."""
         self._damaged = Throttle(log)
@@ -119,7 +130,7 @@ class ObjectBackend(ThreadedBackend, ObjectAdmin):
             return []
         manifest = self._manifest
         if manifest is not None and manifest.is_complete:
-            return [key in manifest and key not in self._useless for key in keys]
+            return [key in manifest and not self._is_useless(key) for key in keys]
         until_s = time.monotonic() + LOOKUP_S
 
         def look(i: int) -> bool:
@@ -134,13 +145,13 @@ class ObjectBackend(ThreadedBackend, ObjectAdmin):
         if self.is_closed:
             return False
         if self._manifest is not None and key in self._manifest:
-            return key not in self._useless
+            return not self._is_useless(key)
         name = naming.chunk_name(self._tag, key)
         try:
             found = self._lookup_requests.ask(lambda: self._heads.head(name))
         except (Failed, FileNotFoundError):
             return False
-        return not self._is_expired(key, found) and self._useless.get(key) != found.version
+        return not (self._is_expired(key, found) or self._is_useless(key, found.version))
 
     async def _on_lookup_threads(self, items: int, work: Callable[[int], bool]) -> list[bool]:
         answers = [False] * items
@@ -268,14 +279,23 @@ class ObjectBackend(ThreadedBackend, ObjectAdmin):
     def _is_expired(self, key: bytes, stored: Stored) -> bool:
         if time.time() - stored.modified_s <= self._options.ttl_s:
             return False
-        if self._useless.get(key) != stored.version:
+        if not self._is_useless(key, stored.version):
             self.count("expired")
             self._note_useless(key, stored.version)
         return True
 
+    def _is_useless(self, key: bytes, version: str = "") -> bool:
+        """Return whether a load of this version, or of what there was, failed a short while ago."""
+        noted = self._useless.get(key)
+        return (
+            noted is not None
+            and time.monotonic() < noted.until_s
+            and version in ("", noted.version)
+        )
+
     def _note_useless(self, key: bytes, version: str) -> None:
         with self._changing:
-            self._useless[key] = version
+            self._useless[key] = _Useless(version, time.monotonic() + _USELESS_S)
             if len(self._useless) > _MOST_USELESS:
                 self._useless.popitem(last=False)
 

@@ -14,7 +14,7 @@ import obstore
 from obstore.exceptions import AlreadyExistsError
 from obstore.store import AzureStore, GCSStore, S3Store
 
-from kvoffload.backends.object.failures import Failed, Failure, explained
+from kvoffload.backends.object.failures import Failed, Failure, explained, failure_of
 from kvoffload.backends.object.naming import PROBE
 from kvoffload.backends.object.options import ObjectOptions, Place, parse_url, read_secret
 from kvoffload.errors import ConfigError
@@ -114,6 +114,8 @@ class Bucket:
                 obstore.put(self._store, name, list(parts), mode=mode, use_multipart=False)  # type: ignore[arg-type]
             except AlreadyExistsError:
                 return False
+            except FileNotFoundError as error:  # a store needs a bucket, and no object
+                raise Failed(failure_of(error)) from None
         return True
 
     def delete(self, name: str) -> None:

@@ -112,6 +112,8 @@ def failure_of(error: Exception) -> Failure:
     for codes, reason, remedy in _LASTING:
         if code in codes:
             return Failure(reason, remedy, answer, True)
+    if isinstance(error, FileNotFoundError):
+        return _lasting("refused_missing_bucket", answer)
     if status in (429, 503) or code in ("SlowDown", "ServerBusy", "TooManyRequests"):
         return Failure("refused_slow_down", "the server asks for fewer requests", answer)
     if status == 301 or _NO_REGION in text:

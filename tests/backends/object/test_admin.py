@@ -107,7 +107,7 @@ async def test_doctor_finds_a_fit_bucket(stores):
 )
 async def test_doctor_says_what_is_wrong(answer, check, remedy):
     with S3StandIn(answer) as server:
-        backend = open_backend("object", server.options(timeout_s=0.5), "n")
+        backend = open_backend("object", server.options(), "n")
         failed = [each for each in await backend.diagnose() if each.verdict == "failed"]
         await backend.close()
     assert [each.check for each in failed] == [check]
