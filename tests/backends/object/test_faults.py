@@ -229,22 +229,19 @@ async def test_each_call_ends_by_its_deadline_and_leaves_the_memory(s3, fault):
 
 async def test_a_cancelled_call_does_not_wait_for_room(s3):
     """One chunk is in flight, the others wait; the cancellation ends them by its deadline."""
-    options = s3.options(timeout_s=0.8, max_inflight_bytes=1 << 20, threads=8)
+    options = s3.options(timeout_s=1.0, max_inflight_bytes=1 << 20, threads=8)
     async with FaultProxy("127.0.0.1", s3.port) as proxy:
         options["endpoint"] = f"http://127.0.0.1:{proxy.port}"
         backend, keys = open_backend("object", options, "n"), keys_of(8)
         proxy.to_server = [HangAfter(0)]
         task = asyncio.ensure_future(backend.write(keys, filled(keys, 1 << 20)))
-        end = time.monotonic() + 0.5
-        while backend.usage().gauges["inflight_bytes"] == 0 and time.monotonic() < end:
-            await asyncio.sleep(0.01)
-        await asyncio.sleep(0.05)
+        await asyncio.sleep(0.3)
         assert backend.usage().gauges["inflight_bytes"] == 1 << 20
         task.cancel()
         began = time.monotonic()
         with pytest.raises(asyncio.CancelledError):
             await task
-        assert time.monotonic() - began < 0.8 + MARGIN_S
+        assert time.monotonic() - began < 1.0 + MARGIN_S
         assert backend.counters()["write_lost_cancelled"] >= 1
         await backend.close()
 
