@@ -5,7 +5,7 @@ from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, NamedTuple
 
-from tests.support.moto import login
+from tests.support.moto import PATIENT_S, login
 
 
 class Answer(NamedTuple):
@@ -78,7 +78,8 @@ class S3StandIn:
     def options(self, **more: object) -> dict[str, object]:
         """Settings of a tier on this server."""
         endpoint = f"http://127.0.0.1:{self.port}"
-        return {"url": "s3://bucket/kv", "endpoint": endpoint, **login(), **more}
+        place = {"url": "s3://bucket/kv", "endpoint": endpoint}
+        return {**place, **login(), "timeout_s": PATIENT_S, **more}
 
     def __enter__(self) -> "S3StandIn":
         threading.Thread(target=self._server.serve_forever, args=(0.02,), daemon=True).start()

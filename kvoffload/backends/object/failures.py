@@ -38,7 +38,7 @@ class Failure(NamedTuple):
     @property
     def is_vague(self) -> bool:
         """Whether the answer to another request may tell more: those to HEAD have no content."""
-        return self.is_lasting and " " not in self.answer
+        return self.is_lasting and self.answer.isdigit()
 
     def __str__(self) -> str:
         text = self.reason.partition("_")[2].replace("_", " ")
@@ -80,6 +80,16 @@ _LASTING: tuple[tuple[tuple[str, ...], str, str], ...] = (
 """Codes of answers, the reason that they stand for, and the remedy."""
 _BY_REASON = {reason: remedy for _, reason, remedy in _LASTING}
 _NO_REGION = "redirect without LOCATION"
+_METADATA = (
+    "latest/api/token", "latest/meta-data", "computeMetadata", "metadata/identity",
+)  # fmt: skip
+"""Parts of URLs where a platform has credentials, which the library asks if it has none."""
+_NO_CREDENTIALS = Failure(
+    "refused_credentials",
+    "the platform gives no credentials: give the pod or the instance a role, set the provider's "
+    "variables, or name files in secret_key_file and the like",
+    is_lasting=True,
+)
 
 
 @contextlib.contextmanager
@@ -107,6 +117,8 @@ def failure_of(error: Exception) -> Failure:
     status = int(found[1]) if (found := _STATUS.search(text)) else 0
     code = next(filter(None, found.groups()), "") if (found := _CODE.search(text)) else ""
     answer = f"{status or ''} {code}".strip()
+    if any(each in text for each in _METADATA):
+        return _NO_CREDENTIALS
     if any(each in text for each in _MISSING_BUCKET):
         code = "NoSuchBucket"
     for codes, reason, remedy in _LASTING:

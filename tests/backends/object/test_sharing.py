@@ -63,6 +63,25 @@ async def test_a_chunk_of_another_version_is_replaced_and_one_of_another_length_
     await backend.close()
 
 
+async def test_credentials_come_from_the_platform_or_their_lack_is_said(monkeypatch, caplog):
+    with S3StandIn(lambda verb, path: MISSING) as server:
+        options = {name: value for name, value in server.options().items() if "_env" not in name}
+        monkeypatch.setenv("AWS_METADATA_ENDPOINT", "http://127.0.0.1:1")
+        for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+            monkeypatch.delenv(name, raising=False)
+        backend = open_backend("object", options, "n")
+        assert await backend.contains(keys_of(1)) == [False]
+        await backend.close()
+        assert server.asked == []
+        assert "the platform gives no credentials" in caplog.text
+        monkeypatch.setenv("AWS_ACCESS_KEY_ID", "of-the-platform")
+        monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
+        backend = open_backend("object", options, "n")
+        await backend.contains(keys_of(1))
+        await backend.close()
+        assert "of-the-platform" in server.sent[0]["authorization"]
+
+
 async def test_a_changed_file_of_credentials_is_read_without_a_restart(monkeypatch, tmp_path):
     monkeypatch.setattr(bucket, "_READ_AGAIN_S", -300.0)
     files = {name: tmp_path / name for name in ("access_key", "secret_key", "token")}
