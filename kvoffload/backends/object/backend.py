@@ -17,6 +17,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import msgspec
@@ -171,11 +172,12 @@ class ObjectBackend(ThreadedBackend, ObjectAdmin):
 
     def _greet(self, i: int) -> bool:
         """Say early what is wrong with bucket or credentials; open connections."""
-        try:
-            self._lookup_requests.ask(self._heads.check)
-        except Failed:
-            return False  # it was counted, and said
+        self._test(self._lookup_requests)
         return True
+
+    def _test(self, kind: Requests) -> None:
+        with contextlib.suppress(Failed):  # it was counted, and said
+            kind.ask(self._heads.check, is_test=True)
 
     # ---- chunks --------------------------------------------------------------------------------
 
@@ -302,7 +304,13 @@ class ObjectBackend(ThreadedBackend, ObjectAdmin):
     # ---- what it tells of itself ---------------------------------------------------------------
 
     def usage(self) -> Usage:
-        """Return what is known without a listing: not how much the bucket has."""
+        """Return what is known without a listing: not how much the bucket has.
+
+        Begins a test of a bucket that was left alone, because an idle engine asks for no chunk.
+        """
+        for kind in (self._lookup_requests, self._reads):
+            if kind.is_due and not self.is_closed:
+                start_once(partial(self._test, kind))
         kinds = (self._lookup_requests, self._reads, self._writes)
         gauges = {
             "up": int(not (self._lookup_requests.is_open or self._reads.is_open)),

@@ -39,8 +39,17 @@ class Requests:
         """Whether the breaker is open: no request is sent but one now and then."""
         return self._breaker.is_open
 
-    def ask(self, work: Callable[[], T]) -> T:
+    @property
+    def is_due(self) -> bool:
+        """Whether the breaker is open, and a request may be sent to test the bucket."""
+        return self._breaker.is_due
+
+    def ask(self, work: Callable[[], T], *, is_test: bool = False) -> T:
         """Return what ``work`` returns; FileNotFoundError passes, as an answer.
+
+        Args:
+            work: sends the request.
+            is_test: it moves no chunk, and only tells whether the bucket answers.
 
         Raises:
             Failed: the request failed, or was not sent.
@@ -51,16 +60,16 @@ class Requests:
         try:
             answer = work()
         except FileNotFoundError:
-            self._succeeded()
+            self._succeeded(is_test)
             raise
         except Failed as failed:
             self._failed(failed.failure)
             raise
-        self._succeeded()
+        self._succeeded(is_test)
         return answer
 
-    def _succeeded(self) -> None:
-        if self._breaker.succeeded():
+    def _succeeded(self, is_test: bool) -> None:
+        if self._breaker.succeeded(is_test=is_test):
             log.warning("object: the bucket answers again (%ss)", self._verb)
             with self._saying:
                 self._said_s.clear()

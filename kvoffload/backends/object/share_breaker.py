@@ -35,11 +35,17 @@ class ShareBreaker:
     is_open: bool = field(default=False, init=False)
     _outcomes: deque[bool] = field(init=False)
     _lock: threading.Lock = field(default_factory=threading.Lock, init=False)
+    _is_on_probation: bool = field(default=False, init=False)
     _pauses: int = field(default=1, init=False)
     _test_at: float = field(default=0.0, init=False)
 
     def __post_init__(self) -> None:
         self._outcomes = deque(maxlen=self.latest)
+
+    @property
+    def is_due(self) -> bool:
+        """Whether it is open, and the next request would test the bucket."""
+        return self.is_open and self.clock() >= self._test_at
 
     def admits(self) -> bool:
         """Return whether a request may be sent; while it is open, one a pause may."""
@@ -52,13 +58,20 @@ class ShareBreaker:
                 self._schedule()
             return True
 
-    def succeeded(self) -> bool:
-        """Count a request that was answered; return True if that closed the breaker."""
+    def succeeded(self, *, is_test: bool = False) -> bool:
+        """Count a request that was answered; return True if that closed the breaker.
+
+        Args:
+            is_test: it moved no chunk, so the breaker closes on probation: the next failure opens
+                it, for a longer time.
+        """
         with self._lock:
-            self._outcomes.append(True)
+            if not is_test:
+                self._outcomes.append(True)
+                self._is_on_probation, self._pauses = False, 1
             if not self.is_open:
                 return False
-            self.is_open, self._pauses = False, 1
+            self.is_open, self._is_on_probation = False, is_test
             self._outcomes.clear()
             return True
 
@@ -74,7 +87,7 @@ class ShareBreaker:
             if self.is_open:
                 return False
             enough = failures >= max(self.least, self.share * len(self._outcomes))
-            if not (at_once or enough):
+            if not (at_once or enough or self._is_on_probation):
                 return False
             self.is_open = True
             self._schedule()

@@ -63,6 +63,26 @@ def test_an_open_breaker_admits_one_request_a_pause_and_pauses_grow():
     assert breaker.admits(), "the first pause is short again"
 
 
+def test_after_a_test_without_a_chunk_the_next_failure_opens_the_breaker_for_longer():
+    clock = Clock()
+    breaker = ShareBreaker(clock=clock, jitter=lambda: 0.0)
+    breaker.failed(at_once=True)
+    for pause_s in (1.0, 4.0, 16.0):
+        clock.now += pause_s
+        assert breaker.is_due
+        assert breaker.admits()
+        assert breaker.succeeded(is_test=True)
+        assert not breaker.is_open
+        assert breaker.failed()
+        assert not breaker.is_due
+    clock.now += 100
+    assert breaker.admits()
+    assert breaker.succeeded(is_test=True)
+    assert not breaker.succeeded(), "it was closed"
+    assert not breaker.failed()
+    assert not breaker.is_open
+
+
 def held(bound, kind, nbytes, release, begun):
     """Start a thread that holds room until it may let go."""
 

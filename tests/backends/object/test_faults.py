@@ -15,6 +15,7 @@ from kvoffload.backends.header import namespace_digest, pack_header
 from kvoffload.testing.backends import filled, keys_of, slots
 from kvoffload.testing.harness import payload_of, wrong_bytes
 from tests.support.proxy import Bandwidth, CutAfter, FaultProxy, HangAfter
+from tests.support.redis_engine import until
 from tests.support.s3_stand_in import MISSING, STORED, Answer, S3StandIn, error, whole
 
 pytest.importorskip("obstore", reason="obstore is not installed: the extra object has it")
@@ -111,11 +112,11 @@ async def test_the_breaker_opens_by_share_and_closes_when_the_bucket_answers(cap
         assert len(server.asked) - asked <= 1
         assert backend.counters()["lookup_lost_breaker_open"] >= 99
         one_of = 10**9
-        end = time.monotonic() + 10
-        while backend.usage().gauges["up"] == 0 and time.monotonic() < end:
-            await backend.contains([KEY])
-            await asyncio.sleep(0.05)
-        assert backend.usage().gauges["up"] == 1
+
+        async def is_up():  # the engine is idle
+            return backend.usage().gauges["up"] == 1
+
+        await until(is_up)
         await backend.close()
     assert "slow down (503)" in "".join(said(caplog))
     assert "answers again" in "".join(said(caplog))
