@@ -41,6 +41,8 @@ class S3StandIn:
         """Method and path of each request."""
         self.sent: list[dict[str, str]] = []
         """The headers of each request."""
+        self.bodies: dict[str, bytes] = {}
+        """The content of the latest PUT by its path."""
         stand_in = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -54,7 +56,9 @@ class S3StandIn:
                     self.close_connection = True
 
             def _serve(self) -> None:
-                self.rfile.read(int(self.headers.get("content-length") or 0))
+                body = self.rfile.read(int(self.headers.get("content-length") or 0))
+                if self.command == "PUT":
+                    stand_in.bodies[self.path] = body
                 stand_in.asked.append((self.command, self.path))
                 stand_in.sent.append(dict(self.headers))
                 status, body, headers, length = stand_in.answer(self.command, self.path)

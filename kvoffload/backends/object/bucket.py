@@ -22,7 +22,9 @@ from kvoffload.errors import ConfigError
 Store = S3Store | GCSStore | AzureStore
 PIECE_BYTES = 1 << 20
 """What one step of a transfer receives: its copy keeps the GIL for 0.1 ms."""
-_CONNECT_S = 1.0
+_CONNECT_S = 2.0
+_IDLE_S = 15.0
+"""Servers close idle connections after 20 s and more, and then lose the next request."""
 _READ_AGAIN_S = 60.0
 _RENEWED_EARLY_S = 300.0
 """The library asks for new credentials so long before the old ones expire."""
@@ -163,6 +165,7 @@ def _open(options: ObjectOptions, place: Place, timeout_s: float, retries: int) 
     client: dict[str, Any] = {
         "timeout": timeout,
         "connect_timeout": min(timeout, timedelta(seconds=_CONNECT_S)),
+        "pool_idle_timeout": timedelta(seconds=_IDLE_S),
         "allow_http": options.endpoint.startswith("http://"),
     }
     if options.ca_file:

@@ -8,8 +8,9 @@ from kvoffload.backends.header import namespace_digest, pack_header
 from kvoffload.backends.object import bucket
 from kvoffload.backends.object.naming import chunk_name, namespace_tag
 from kvoffload.testing.backends import filled, keys_of, slots, wrong_bytes
+from tests.support.moto import PATIENT_S
 from tests.support.other_version import VERSION, resealed
-from tests.support.s3_stand_in import MISSING, STORED, Answer, S3StandIn, whole
+from tests.support.s3_stand_in import MISSING, STORED, Answer, S3StandIn, error, whole
 
 
 async def test_two_writers_at_once_store_each_chunk_once(options):
@@ -61,6 +62,36 @@ async def test_a_chunk_of_another_version_is_replaced_and_one_of_another_length_
     assert (counters["other_version"], counters["read_length"]) == (1, 1)
     assert counters["write_replaced"] == 1
     await backend.close()
+
+
+async def test_google_stores_and_loads_and_a_second_store_is_refused(monkeypatch):
+    monkeypatch.setenv("KV_TOKEN", "token-of-google")
+    keys = keys_of(2)
+
+    def answer(verb, path):
+        if verb == "PUT":
+            is_second = server.asked.count((verb, path)) > 1
+            return error(412, "PreconditionFailed") if is_second else STORED
+        return whole(server.bodies[path]) if path in server.bodies else MISSING
+
+    with S3StandIn(answer) as server:
+        place = {"url": "gs://bucket/kv", "endpoint": f"http://127.0.0.1:{server.port}"}
+        options = {**place, "token_env": "KV_TOKEN", "ttl_s": 10**8, "timeout_s": PATIENT_S}
+        backend = open_backend("object", options, "n")
+        assert await backend.contains(keys) == [False] * 2
+        for _ in range(2):
+            assert await backend.write(keys[:1], filled(keys[:1])) == [True]
+        assert await backend.contains(keys) == [True, False]
+        into = slots(2)
+        assert await backend.read(keys, into) == [True, False]
+        assert wrong_bytes(keys[:1], into[:1]) == []
+        counters = backend.counters()
+        assert (counters["write_ok"], counters["write_present"]) == (1, 1)
+        await backend.close()
+    stored = [sent for (verb, _), sent in zip(server.asked, server.sent, strict=True)
+              if verb == "PUT"]  # fmt: skip
+    assert {sent["x-goog-if-generation-match"] for sent in stored} == {"0"}
+    assert {sent["authorization"] for sent in server.sent} == {"Bearer token-of-google"}
 
 
 async def test_credentials_come_from_the_platform_or_their_lack_is_said(monkeypatch, caplog):
