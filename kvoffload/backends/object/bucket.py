@@ -8,18 +8,18 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import Any, NamedTuple
-
-import obstore
-from obstore.exceptions import AlreadyExistsError
-from obstore.store import AzureStore, GCSStore, S3Store
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvoffload.backends.object.failures import Failed, Failure, explained, failure_of
 from kvoffload.backends.object.naming import PROBE
 from kvoffload.backends.object.options import ObjectOptions, Place, parse_url, read_secret
 from kvoffload.errors import ConfigError
 
-Store = S3Store | GCSStore | AzureStore
+if TYPE_CHECKING:  # settings are read and described without the library, too
+    from obstore.store import AzureStore, GCSStore, S3Store
+
+    Store = S3Store | GCSStore | AzureStore
+
 PIECE_BYTES = 1 << 20
 """What one step of a transfer receives: its copy keeps the GIL for 0.1 ms."""
 _CONNECT_S = 2.0
@@ -76,7 +76,10 @@ class Bucket:
     """
 
     def __init__(self, options: ObjectOptions, timeout_s: float, retries: int = 0) -> None:
+        import obstore
+
         self.place = parse_url(options.url)
+        self._library = obstore
         self._store = _open(options, self.place, timeout_s, retries)
 
     def check(self) -> None:
@@ -89,12 +92,12 @@ class Bucket:
     def head(self, name: str) -> Stored:
         """Return what is known of an object."""
         with explained():
-            return _stored(obstore.head(self._store, name))
+            return _stored(self._library.head(self._store, name))
 
     def receive(self, name: str) -> Incoming:
         """Begin to receive an object."""
         with explained():
-            return Incoming(obstore.get(self._store, name))
+            return Incoming(self._library.get(self._store, name))
 
     def fetch(self, name: str, most: int) -> bytes:
         """Return a small object; raises :class:`Failed` for one of more bytes."""
@@ -113,8 +116,8 @@ class Bucket:
             try:
                 mode = "overwrite" if replace else "create"
                 # The parts of a multipart upload would be several requests, and stay after a crash.
-                obstore.put(self._store, name, list(parts), mode=mode, use_multipart=False)  # type: ignore[arg-type]
-            except AlreadyExistsError:
+                self._library.put(self._store, name, list(parts), mode=mode, use_multipart=False)  # type: ignore[arg-type]
+            except self._library.exceptions.AlreadyExistsError:
                 return False
             except FileNotFoundError as error:  # a store needs a bucket, and no object
                 raise Failed(failure_of(error)) from None
@@ -124,7 +127,7 @@ class Bucket:
         """Delete an object, if it is there."""
         try:
             with explained():
-                obstore.delete(self._store, [name])
+                self._library.delete(self._store, [name])
         except FileNotFoundError:
             return
 
@@ -134,7 +137,7 @@ class Bucket:
         while batch := list(itertools.islice(left, _NAMES_A_DELETE)):
             try:
                 with explained():
-                    obstore.delete(self._store, batch)
+                    self._library.delete(self._store, batch)
             except FileNotFoundError:  # one was gone, which some providers call an error
                 for each in batch:
                     self.delete(each)
@@ -143,10 +146,9 @@ class Bucket:
 
     def list(self, prefix: str = "", after: str = "") -> Iterator[Stored]:
         """Yield the objects below a folder of names, in the order of names."""
+        where = {"prefix": prefix or None, "offset": after or None}
         with explained():
-            batches = iter(
-                obstore.list(self._store, prefix or None, offset=after or None, chunk_size=1000)
-            )
+            batches = iter(self._library.list(self._store, **where, chunk_size=1000))
         while True:
             with explained():
                 batch = next(batches, None)
@@ -160,7 +162,7 @@ def _stored(meta: Any) -> Stored:
     return Stored(meta["path"], meta["size"], modified_s, f"{meta['e_tag']} {modified_s}")
 
 
-def _open(options: ObjectOptions, place: Place, timeout_s: float, retries: int) -> Store:
+def _open(options: ObjectOptions, place: Place, timeout_s: float, retries: int) -> "Store":
     timeout = timedelta(seconds=timeout_s)
     client: dict[str, Any] = {
         "timeout": timeout,
@@ -192,7 +194,7 @@ def _open(options: ObjectOptions, place: Place, timeout_s: float, retries: int) 
     raise ConfigError(field, getattr(options, field), remedy)
 
 
-def _s3(options: ObjectOptions, place: Place, common: dict[str, Any]) -> Store:
+def _s3(options: ObjectOptions, place: Place, common: dict[str, Any]) -> "Store":
     # Over TLS the body needs no second hash, and each chunk has a checksum of its own.
     settings: dict[str, Any] = {"unsigned_payload": True}
     if options.endpoint:
@@ -209,19 +211,23 @@ def _s3(options: ObjectOptions, place: Place, common: dict[str, Any]) -> Store:
             }
 
         settings["credential_provider"] = _renewed(credentials)
+    from obstore.store import S3Store
+
     return S3Store(place.bucket, **settings, **common)
 
 
-def _gs(options: ObjectOptions, place: Place, common: dict[str, Any]) -> Store:
+def _gs(options: ObjectOptions, place: Place, common: dict[str, Any]) -> "Store":
     settings: dict[str, Any] = {"base_url": options.endpoint} if options.endpoint else {}
     if options.is_given("secret_key"):
         settings["service_account_key"] = read_secret(options, "secret_key")
     if options.is_given("token"):
         settings["credential_provider"] = _renewed(lambda: {"token": read_secret(options, "token")})
+    from obstore.store import GCSStore
+
     return GCSStore(place.bucket, **settings, **common)
 
 
-def _az(options: ObjectOptions, place: Place, common: dict[str, Any]) -> Store:
+def _az(options: ObjectOptions, place: Place, common: dict[str, Any]) -> "Store":
     settings: dict[str, Any] = {"account_name": place.account}
     if options.endpoint:
         settings["endpoint"] = options.endpoint
@@ -232,6 +238,8 @@ def _az(options: ObjectOptions, place: Place, common: dict[str, Any]) -> Store:
                 return {field: read_secret(options, name)}
 
             settings["credential_provider"] = _renewed(credentials)
+    from obstore.store import AzureStore
+
     return AzureStore(place.bucket, **settings, **common)
 
 

@@ -8,8 +8,6 @@ import re
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from obstore.exceptions import BaseError, PermissionDeniedError, UnauthenticatedError
-
 from kvoffload.backends.base import ReadResult
 
 _READ_CHARACTERS = 8000
@@ -98,6 +96,8 @@ def explained() -> Iterator[None]:
 
     FileNotFoundError passes: the object is missing, not the bucket.
     """
+    from obstore.exceptions import BaseError
+
     failure = None
     try:
         yield
@@ -113,6 +113,8 @@ def explained() -> Iterator[None]:
 
 def failure_of(error: Exception) -> Failure:
     """Return why a request failed."""
+    from obstore.exceptions import PermissionDeniedError, UnauthenticatedError
+
     text = str(error)[:_READ_CHARACTERS]
     status = int(found[1]) if (found := _STATUS.search(text)) else 0
     code = next(filter(None, found.groups()), "") if (found := _CODE.search(text)) else ""

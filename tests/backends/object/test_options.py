@@ -1,5 +1,8 @@
 """Settings of the object tier: what is refused, with field and remedy, and secrets never shown."""
 
+import subprocess
+import sys
+
 import pytest
 
 from kvoffload import open_backend
@@ -106,6 +109,27 @@ async def test_no_secret_is_shown_and_a_file_of_others_is_warned_of(monkeypatch,
     for text in (repr(backend), repr(read_options("object", options)), *said):
         assert SECRET not in text
         assert "AKIAEXAMPLE" not in text
+
+
+WITHOUT = """
+import sys
+sys.modules["obstore"] = None
+from kvoffload.cli.config_command import SETTINGS, Engine, json_schema
+from kvoffload.errors import ConfigError
+from kvoffload.registry import read_options
+assert "ObjectOptions" in json_schema(SETTINGS[Engine.VLLM])["$defs"]
+try:
+    read_options("object", {"url": "s3://bucket/kv"})
+except ConfigError as error:
+    print(error.remedy)
+"""
+
+
+def test_without_its_extra_settings_are_described_and_the_tier_names_it():
+    words = [sys.executable, "-c", WITHOUT]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert "kvoffload[object]" in done.stdout
 
 
 @pytest.mark.parametrize(
