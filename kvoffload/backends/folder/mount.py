@@ -83,18 +83,17 @@ class Mount:
         if self.is_stalled:
             raise Stalled
         turn = Turn()
-        future = asyncio.ensure_future(self._on_thread(work, turn, executor=self._threads))
         try:
-            await asyncio.wait([future], timeout=self.timeout_s)
-            while not future.done():
-                if turn.give_up():
-                    raise Late
-                await asyncio.wait([future], timeout=_LOOK_S)
-        finally:
-            if not future.done():
-                future.cancel()  # takes a call from the queue that no thread has begun
-        result: T = future.result()
-        return result
+            async with asyncio.timeout(self.timeout_s):
+                # Cancelled, it takes the call from the queue if no thread has begun it.
+                result: T = await self._on_thread(work, turn, executor=self._threads)
+                return result
+        except TimeoutError:
+            await _left(turn)
+            raise Late from None
+        except asyncio.CancelledError:
+            await _left(turn)
+            raise
 
     @property
     def is_stalled(self) -> bool:
@@ -104,6 +103,13 @@ class Mount:
     def close(self) -> None:
         """Let the threads end after their calls; wait for none."""
         self._threads.shutdown(wait=False)
+
+
+async def _left(turn: Turn) -> None:
+    """Wait, through every cancellation, until the call's thread uses no memory of the caller."""
+    while not turn.give_up():
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.sleep(_LOOK_S)
 
 
 class DaemonThreads(Executor):

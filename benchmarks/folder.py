@@ -1,0 +1,225 @@
+"""The folder backend, the disk backend and plain system calls, in turns, in the same run.
+
+``kvoffload bench folder``. All use files of the same folder, which ``TMPDIR`` chooses: a local one,
+or one on a mount. The plain loop has as many threads; it opens, reads or writes, and closes one
+file a chunk, and verifies, publishes and accounts nothing.
+"""
+
+import asyncio
+import mmap
+import os
+import shutil
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from benchmarks.harness import Row, report, row
+from kvoffload.backends.base import Backend
+from kvoffload.backends.disk.backend import DiskBackend, DiskOptions
+from kvoffload.backends.disk.vfs import Vfs
+from kvoffload.backends.folder.backend import FolderBackend, FolderOptions
+from kvoffload.config import ByteSize
+from kvoffload.testing.backends import keys_of
+
+TOTAL_BYTES = 128 << 20
+SIZE = 2 << 20
+ROUNDS = 7
+THREADS = 16
+"""The default of the backend."""
+CAPACITY = ByteSize(8 << 30)
+LOOKUPS = 2000
+
+
+def run(folder: str | None = None, total_bytes: int = TOTAL_BYTES) -> dict[str, Any]:
+    """Measure everything in a scratch folder below ``folder`` (default: TMPDIR)."""
+    scratch = tempfile.mkdtemp(prefix="kvoffload-bench-", dir=folder)
+    try:
+        rows = asyncio.run(_transfers(scratch, total_bytes // SIZE))
+        rows += asyncio.run(_lookups(scratch))
+        rows += asyncio.run(_operations(scratch))
+        return report("folder", rows)
+    finally:
+        shutil.rmtree(scratch)
+
+
+def _folder(root: str, vfs: Vfs | None = None) -> FolderBackend:
+    options = FolderOptions(root=root, capacity=CAPACITY, trust_parent_folders=True)
+    return FolderBackend(options, "bench", vfs=vfs)
+
+
+def _disk(root: str, io: str) -> DiskBackend:
+    options = DiskOptions(
+        root=root, io=io, capacity=CAPACITY, min_free=ByteSize(0), trust_parent_folders=True
+    )
+    backend = DiskBackend(options, "bench")
+    backend.wait_ready(60)
+    return backend
+
+
+# ---- stores and loads ----------------------------------------------------------------------------
+
+
+async def _transfers(scratch: str, count: int) -> list[Row]:
+    """Store and load chunks of 2 MiB; each round begins with another side."""
+    slots = [memoryview(mmap.mmap(-1, SIZE)) for _ in range(count)]
+    for slot in slots:
+        slot[:] = os.urandom(1 << 20) * (SIZE >> 20)
+    keys = keys_of(count)
+    backends: dict[str, Backend] = {"folder": _folder(f"{scratch}/folder")}
+    for io in ("auto", "buffered"):
+        backends[f"disk, io = {io}"] = _disk(f"{scratch}/disk-{io}", io)
+    plain = _Plain(f"{scratch}/plain", slots)
+    best: dict[tuple[str, str], float] = {}
+
+    def note(verb: str, side: str, began: tuple[float, float]) -> None:
+        for name, start, end in zip((verb, f"{verb} CPU"), began, _clocks(), strict=True):
+            best[name, side] = min(end - start, best.get((name, side), end - start))
+
+    sides = [*backends, "open, move, close"]
+    for turn in range(ROUNDS):
+        for number in range(len(sides)):
+            side = sides[(turn + number) % len(sides)]
+            backend = backends.get(side)
+            began = _clocks()
+            if backend is None:
+                await plain.move(plain.write)
+            else:
+                _all(await backend.write(keys, slots))
+            note("store", side, began)
+            began = _clocks()
+            if backend is None:
+                await plain.move(plain.read)
+            else:
+                _all(await backend.read(keys, slots))
+            note("load", side, began)
+            if backend is None:
+                await plain.move(plain.remove)
+            else:
+                await backend.remove(keys)
+    plain.close()
+    for backend in backends.values():
+        await backend.close()
+    gigabytes, rows = count * SIZE / 1e9, []
+    for verb in ("store", "load"):
+        for side in sides[1:]:
+            ours, theirs = gigabytes / best[verb, "folder"], gigabytes / best[verb, side]
+            rows.append(row(f"{verb}, 2 MiB", ours, "GB/s", theirs, side))
+            cpu, limit = (best[f"{verb} CPU", each] / gigabytes for each in ("folder", side))
+            rows.append(row(f"{verb}, 2 MiB, processor time", cpu, "s/GB", limit, side))
+    return rows
+
+
+def _clocks() -> tuple[float, float]:
+    return time.perf_counter(), time.process_time()
+
+
+class _Plain:
+    """The plain loop."""
+
+    def __init__(self, folder: str, slots: Sequence[memoryview]) -> None:
+        os.mkdir(folder)
+        self._folder, self._slots = folder, slots
+        self._pool = ThreadPoolExecutor(THREADS)
+        self._header = memoryview(mmap.mmap(-1, 4096))
+
+    async def move(self, work: Callable[[int], None]) -> None:
+        loop = asyncio.get_running_loop()
+        calls = [loop.run_in_executor(self._pool, work, i) for i in range(len(self._slots))]
+        await asyncio.gather(*calls)
+
+    def write(self, i: int) -> None:
+        fd = os.open(f"{self._folder}/{i}", os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        os.pwritev(fd, [self._header, self._slots[i]], 0)
+        os.close(fd)
+
+    def read(self, i: int) -> None:
+        fd = os.open(f"{self._folder}/{i}", os.O_RDONLY)
+        os.preadv(fd, [self._header, self._slots[i]], 0)
+        os.close(fd)
+
+    def remove(self, i: int) -> None:
+        os.unlink(f"{self._folder}/{i}")
+
+    def close(self) -> None:
+        self._pool.shutdown()
+
+
+# ---- lookups, and what each call asks of the mount -----------------------------------------------
+
+
+async def _lookups(scratch: str) -> list[Row]:
+    """Look up chunks that this process knows, and those of another one."""
+    keys, slots = keys_of(LOOKUPS), [memoryview(bytes(64))] * LOOKUPS
+    writer = _folder(f"{scratch}/lookups")
+    _all(await writer.write(keys, slots))
+    known = min([await _seconds(writer, keys) for _ in range(ROUNDS)])
+    unknown = []
+    for _ in range(ROUNDS):
+        reader = _folder(f"{scratch}/lookups")
+        unknown.append(await _seconds(reader, keys))
+        await reader.close()
+    paths = [writer._files.path_of(key) for key in keys]
+    began_s = time.perf_counter()
+    for path in paths:
+        os.lstat(path)
+    stat_s = time.perf_counter() - began_s
+    await writer.close()
+    return [
+        row("lookup, known here", known / LOOKUPS * 1e6, "µs a key"),
+        row("lookup, of another host", min(unknown) / LOOKUPS * 1e6, "µs a key",
+            stat_s / LOOKUPS * 1e6, "lstat, one after the other"),
+    ]  # fmt: skip
+
+
+async def _seconds(backend: Backend, keys: Sequence[bytes]) -> float:
+    began_s = time.perf_counter()
+    _all(await backend.contains(keys))
+    return time.perf_counter() - began_s
+
+
+class _CountingVfs(Vfs):
+    """Counts operations on names; reads, writes, and facts of open files are none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: Counter[str] = Counter()
+
+    def open(self, path: str, flags: int) -> int:
+        self.calls["open"] += 1
+        return super().open(path, flags)
+
+    def rename(self, source: str, target: str) -> None:
+        self.calls["rename"] += 1
+        super().rename(source, target)
+
+    def lstat(self, path: str) -> os.stat_result:
+        self.calls["lstat"] += 1
+        return super().lstat(path)
+
+
+async def _operations(scratch: str) -> list[Row]:
+    """Count operations on names, once all folders are there."""
+    vfs = _CountingVfs()
+    backend = _folder(f"{scratch}/operations", vfs)
+    slots, rows = [memoryview(bytearray(64))] * LOOKUPS, []
+    _all(await backend.write(keys_of(LOOKUPS, "first"), slots))
+    keys = keys_of(LOOKUPS)
+    for case, call in (
+        ("operations on names, a store", lambda: backend.write(keys, slots)),
+        ("operations on names, a load", lambda: backend.read(keys, slots)),
+        ("operations on names, a lookup of a known chunk", lambda: backend.contains(keys)),
+    ):
+        vfs.calls.clear()
+        _all(await call())
+        told = ", ".join(f"{number / LOOKUPS:.2f} {name}" for name, number in vfs.calls.items())
+        rows.append(row(case, vfs.calls.total() / LOOKUPS, told or "none"))
+    await backend.close()
+    return rows
+
+
+def _all(answers: Sequence[object]) -> None:
+    if not all(answers):
+        raise RuntimeError("a chunk was refused or missed")
