@@ -15,8 +15,8 @@ from kvoffload.backends.folder.scan import LEFTOVER_S, OldFile, Scan
 log = logging.getLogger(__name__)
 
 DEAD_S, SURELY_S = 20.0, 3.0
-"""The process of an older record has ended, or hangs, if the record is as old a while later. After a
-pause of the server all records look old at first."""
+"""The process of an older record has ended, or hangs, if the record is as old a while later. After
+a pause of the server all records look old at first."""
 LEAST_FREE, FREED = 0.05, 0.10
 """Shares of the capacity: eviction begins below the first, and ends at the second."""
 _OF_A_FULL_MOUNT = 0.03

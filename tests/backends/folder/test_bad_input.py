@@ -129,14 +129,14 @@ async def test_a_full_mount_evicts_although_the_capacity_is_larger(tmp_path, fas
             pytest.skip(MISSING)
         backend = open_folder(tmp_path / "kv", capacity=1 << 30)
         stored = 0
-        for key in keys_of(200):
+        for key in keys_of(90):
             is_stored = all(await store(backend, [key]))
             stored += is_stored
             if not is_stored:
                 await asyncio.sleep(0.05)
         assert backend.counters()["write_io_ENOSPC"] > 0
         assert backend.counters()["evicted"] > 0
-        assert stored > 100  # far more than fits at once
+        assert stored > 60  # far more than fits at once
         fill(tmp_path, "bytes")  # other programs take the rest
         last = keys_of(1, "last")
         assert await until(lambda: backend.counters()["evicted"] > 0)
