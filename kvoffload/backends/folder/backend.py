@@ -44,6 +44,8 @@ T = TypeVar("T")
 
 _KEYS_A_CALL = 32
 """Keys that one thread looks up in a row: a hop to a thread costs as much as a few of them."""
+_LOOKUP_THREADS = 4
+"""So many, or one for each of those that move chunks: a lookup waits for no chunk."""
 _MAX_REMOVALS = 1 << 16
 """Removals kept for a listener that may never ask; older ones are lost to it."""
 
@@ -86,7 +88,11 @@ class FolderBackend(AsyncBackend):
         self._folder = f"{root}/{self._folder_name}"
         self._files = ChunkFiles(self._vfs, root, self._folder, self._token, self._seal)
         self._known = KnownChunks()
-        self._mount = Mount("kvoffload-folder", options.threads, options.timeout_s)
+        threads = options.threads
+        self._mount = Mount("kvoffload-folder", threads, options.timeout_s)
+        self._lookups = Mount(
+            "kvoffload-folder-lookup", min(threads, _LOOKUP_THREADS), options.timeout_s
+        )
         self._removals: deque[Removal] = deque(maxlen=_MAX_REMOVALS)
         self._opened: dict[bytes, os.stat_result] = {}
         """The facts of the files that loads in flight have opened."""
@@ -159,6 +165,7 @@ class FolderBackend(AsyncBackend):
 
     async def release(self) -> None:
         self._mount.close()
+        self._lookups.close()
 
     # ---- batches -------------------------------------------------------------------------------
 
@@ -265,10 +272,12 @@ class FolderBackend(AsyncBackend):
 
     # ---- inside --------------------------------------------------------------------------------
 
-    async def _asked(self, kind: str, work: Callable[[Turn], T], late: T) -> T:
+    async def _asked(
+        self, kind: str, work: Callable[[Turn], T], late: T, mount: Mount | None = None
+    ) -> T:
         """Return what a call of the mount says; ``late``, and count it, if it says nothing."""
         try:
-            return await self._mount.call(work)
+            return await (mount or self._mount).call(work)
         except Late as error:
             self.count(f"{kind}_stalled" if isinstance(error, Stalled) else f"{kind}_late")
             self._troubles.warning(
@@ -281,6 +290,7 @@ class FolderBackend(AsyncBackend):
             "lookup",
             lambda turn: self._files.exist(keys, self.count),
             [False] * len(keys),
+            self._lookups,
         )
 
     async def _is_there(self, key: bytes) -> bool:

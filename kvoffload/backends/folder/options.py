@@ -20,8 +20,8 @@ class FolderOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     capacity: ByteSize = ByteSize(100 << 30)
     """Bytes of files under the root at most, those of all hosts and namespaces together."""
     threads: int = 16
-    """Chunks moved at once. No more threads wait for the mount, whatever it does, than these and
-    one."""
+    """Chunks moved at once. Whatever the mount does, no more threads wait for it than these and
+    five."""
     timeout_s: float = 5.0
     """Seconds after which a call of the mount is given up."""
     secret_file: str = ""

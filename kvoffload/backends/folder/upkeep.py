@@ -124,7 +124,7 @@ class Housekeeper:
             if self.is_evictor:
                 self._evict()
             self._renew_times()
-        except OSError as error:
+        except Exception as error:  # without its thread this process would soon store nothing
             self._failed(error)
 
     # ---- this process's own record ---------------------------------------------------------
@@ -262,6 +262,6 @@ class Housekeeper:
         except OSError as error:
             self._failed(error)
 
-    def _failed(self, error: OSError) -> None:
+    def _failed(self, error: Exception) -> None:
         self._count("housekeeping_failed")
         self._failures.warning("folder %s: housekeeping failed: %s", self._root.path, error)
