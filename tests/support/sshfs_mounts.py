@@ -27,7 +27,8 @@ class Server:
         self._socket = socket.create_server(("127.0.0.1", 0))
         self.port = self._socket.getsockname()[1]
         self._processes = []
-        threading.Thread(target=self._serve, daemon=True).start()
+        self._thread = threading.Thread(target=self._serve, daemon=True)
+        self._thread.start()
 
     def _serve(self):
         with contextlib.suppress(OSError):
@@ -45,6 +46,8 @@ class Server:
             process.send_signal(number)
 
     def close(self):
+        self._socket.shutdown(socket.SHUT_RDWR)  # ends the thread's wait for a connection
+        self._thread.join()
         self._socket.close()
         for process in self._processes:
             process.send_signal(signal.SIGCONT)
