@@ -117,9 +117,9 @@ and prints their JSON Schema. Passwords belong in the variable or file that `pas
     yield from _section(
         "Encryption of a tier",
         """
-Any tier of type `disk` or `redis`, and plug-ins that can, take `"encryption": {…}` next to their
-`type`. [The guide](../guides/encryption.md) says how to make and change keys. By default chunks are
-not encrypted.
+Any tier of type `disk`, `folder`, `redis` or `object`, and plug-ins that can, take
+`"encryption": {…}` next to their `type`. [The guide](../guides/encryption.md) says how to make and
+change keys. By default chunks are not encrypted.
 """,
     )
     yield from struct_fields(Encryption, "encryption: ")

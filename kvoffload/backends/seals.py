@@ -74,6 +74,15 @@ class ChecksumSeal:
         return _RunningChecksum(found.checksum) if found.kind == XXH3_128 else None
 
 
+def begin_check(header: memoryview, found: Header, cipher: Seal | None) -> RunningCheck | None:
+    """Return the check of a payload behind a header, by ``cipher`` or else by its checksum.
+
+    None: it is encrypted under a key that ``cipher`` lacks.
+    """
+    running = cipher.begin_check(header, found) if cipher else None
+    return running or ChecksumSeal().begin_check(header, found)
+
+
 class _RunningChecksum:
     def __init__(self, wanted: bytes) -> None:
         self._wanted = wanted

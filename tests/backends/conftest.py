@@ -1,4 +1,4 @@
-"""Folders for tests of the disk backend."""
+"""Folders, keys, and a real S3 server for the tests of a session."""
 
 import os
 import shutil
@@ -7,6 +7,8 @@ from pathlib import Path
 
 import disk_parts
 import pytest
+
+from tests.support.moto import moto_server
 
 SECRET = "0123456789abcdef" * 4
 
@@ -35,6 +37,14 @@ def form(request, monkeypatch):
     """The form of the chunks that `disk_parts.open_disk` stores: a test runs with each."""
     monkeypatch.setitem(disk_parts.DEFAULTS, "small_chunks", request.param)
     return request.param
+
+
+@pytest.fixture(scope="session")
+def s3():
+    pytest.importorskip("obstore", reason="obstore is not installed: the extra object has it")
+    pytest.importorskip("moto", reason="moto is not installed: the extra dev has it")
+    with moto_server() as server:
+        yield server
 
 
 @pytest.fixture

@@ -12,6 +12,7 @@ import pytest
 import xxhash
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from disk_commands import answered, kvoffload
+from stored_chunks import StoredFiles, StoredObjects, opened
 
 from kvoffload import open_backend
 from kvoffload.backends.base import ReadResult
@@ -28,7 +29,14 @@ from kvoffload.backends.key_files import Encryption
 from kvoffload.config import parse_config
 from kvoffload.errors import ConfigError
 from kvoffload.registry import read_options
-from kvoffload.testing.backends import filled, keys_of, payload_of, slots, wrong_bytes
+from kvoffload.testing.backends import (
+    CHUNK_BYTES,
+    filled,
+    keys_of,
+    payload_of,
+    slots,
+    wrong_bytes,
+)
 
 KEY, NAMESPACE = keys_of(1)[0], namespace_digest("one")
 OLD, NEW = "0123456789abcdef" * 4, "fedcba9876543210" * 4
@@ -108,87 +116,141 @@ def test_memory_for_ciphertext_is_used_again_and_grows_with_the_stores_at_once()
 # ---- a store --------------------------------------------------------------------------------
 
 
-def open_disk(tmp_path, keys=None, **settings):
-    if keys:
-        settings["encryption"] = {"key_file": keys}
-    root = str(tmp_path / "kv")
-    backend = open_backend("disk", {"root": root, "min_free": 0, **settings}, "one")
-    assert backend.wait_ready(60)
-    return backend
+@pytest.fixture(params=["disk", "folder", "object"])
+def place(request, tmp_path):
+    """An empty store of each kind."""
+    if request.param == "object":
+        return StoredObjects(request.getfixturevalue("s3").options())
+    return StoredFiles(request.param, tmp_path / "kv")
 
 
-def content(tmp_path):
-    return b"".join(path.read_bytes() for path in (tmp_path / "kv").glob("*/??/*"))
+def with_keys(path):
+    return {"encryption": {"key_file": path}}
 
 
-@pytest.mark.parametrize("io", ["auto", "buffered", "cached"])
-async def test_no_piece_of_a_chunk_is_on_the_disk_and_the_callers_memory_is_untouched(
-    tmp_path, key_file, io
-):
-    backend, keys = open_disk(tmp_path, key_file(OLD), io=io), keys_of(3)
+def other_keys(backend):
+    """Return how many chunks were misses for their keys, if nothing else went wrong."""
+    counts = {name.removeprefix("read_"): n for name, n in backend.counters().items()}
+    assert not [name for name in counts if "corrupt" in name]
+    return counts.get("other_key", 0)
+
+
+@pytest.mark.parametrize("io", ["buffered", "cached"])
+async def test_each_way_to_the_disk_is_encrypted(tmp_path, key_file, io):
+    await check_that_nothing_is_readable(StoredFiles("disk", tmp_path / "kv"), key_file(), io=io)
+
+
+async def test_no_piece_of_a_chunk_is_stored_and_the_callers_memory_is_untouched(place, key_file):
+    await check_that_nothing_is_readable(place, key_file())
+
+
+async def check_that_nothing_is_readable(place, path, **settings):
+    backend, keys = opened(place, **with_keys(path), **settings), keys_of(3)
     memory, into = filled(keys), slots(3)
     assert await backend.write(keys, memory) == [True] * 3
     assert wrong_bytes(keys, memory) == []
-    stored = content(tmp_path)
+    stored = b"".join(place.contents().values())
+    assert len(stored) > sum(map(len, memory))
     assert not any(payload_of(key, 32) in stored for key in keys)
     assert await backend.read(keys, into) == [True] * 3
     assert wrong_bytes(keys, into) == []
     await backend.close()
 
 
-async def test_after_a_rotation_old_chunks_are_read_until_the_old_key_goes(tmp_path, key_file):
+async def test_after_a_rotation_old_chunks_are_read_until_the_old_key_goes(place, key_file):
     old, new = keys_of(2)
     for names, stored in (((OLD,), old), ((NEW, OLD), new)):
-        backend = open_disk(tmp_path, key_file(*names))
+        backend = opened(place, **with_keys(key_file(*names)))
         assert await backend.write([stored], filled([stored])) == [True]
+        into = slots(1)
+        assert await backend.read([old], into) == [True]
+        assert wrong_bytes([old], into) == []
         await backend.close()
-    backend, into = open_disk(tmp_path, key_file("# the old one is gone", NEW)), slots(2)
+    backend, into = opened(place, **with_keys(key_file("# the old one is gone", NEW))), slots(2)
     assert await backend.read([old, new], into) == [False, True]
     assert wrong_bytes([new], into[1:]) == []
-    assert backend.counters() == {"read_other_key": 1}
+    assert other_keys(backend) == 1
     await backend.close()
 
 
 @pytest.mark.parametrize("lost", ["another key", "no key"])
-async def test_a_lost_key_is_a_miss_with_a_reason_and_gives_way_to_a_store(
-    tmp_path, key_file, lost
-):
-    backend, keys = open_disk(tmp_path, key_file(OLD)), keys_of(2)
+async def test_a_lost_key_is_a_miss_with_a_reason_and_gives_way_to_a_store(place, key_file, lost):
+    backend, keys = opened(place, **with_keys(key_file(OLD))), keys_of(2)
     assert await backend.write(keys, filled(keys)) == [True] * 2
     await backend.close()
-    before = content(tmp_path)
-    backend = open_disk(tmp_path, key_file(NEW) if lost == "another key" else None)
+    before = place.contents()
+    backend = opened(place, **(with_keys(key_file(NEW)) if lost == "another key" else {}))
     assert await backend.read(keys, slots(2)) == [ReadResult.MISSING] * 2
-    assert backend.counters() == {"read_other_key": 2}
+    assert other_keys(backend) == 2
     assert await backend.contains(keys) == [False] * 2
-    assert content(tmp_path) == before
-    assert not list((tmp_path / "kv" / ".quarantine").iterdir())
+    assert place.contents() == before
     assert await backend.write(keys, filled(keys)) == [True] * 2
     assert await backend.read(keys, slots(2)) == [True] * 2
     await backend.close()
 
 
-async def test_without_the_key_operators_see_counts_and_ages_and_with_it_verify_checks(
-    tmp_path, key_file
-):
-    keys = key_file(OLD)
-    backend, (sound, damaged) = open_disk(tmp_path, keys), keys_of(2)
-    assert await backend.write([sound, damaged], filled([sound, damaged])) == [True] * 2
+def turned(content):
+    return content[:-1] + bytes([content[-1] ^ 1])
+
+
+def forged(content, key):
+    """Return a plain chunk of the same key, as a writer without the encryption key makes it."""
+    header_bytes = len(content) - CHUNK_BYTES
+    payload = bytes(CHUNK_BYTES)
+    return pack_header(key, NAMESPACE, payload, header_bytes=header_bytes) + payload
+
+
+def renamed(content, key):
+    """Return a chunk of another key with the name of this one in its header, and a right seal."""
+    header_bytes = len(content) - CHUNK_BYTES
+    body = bytearray(content[: header_bytes - 8])
+    body[72 : 72 + len(key)] = key
+    return resealed(body) + content[header_bytes:]
+
+
+async def test_what_was_changed_swapped_cut_or_made_by_a_stranger_is_a_miss(place, key_file):
+    backend, keys = opened(place, **with_keys(key_file())), keys_of(7)
+    assert await backend.write(keys, filled(keys)) == [True] * 7
+    found = {name.rpartition("/")[2]: name for name in place.contents()}
+    names, stored = [found[key.hex()] for key in keys], place.contents()
+    was = [stored[name] for name in names]
+    now = [turned(was[0]), was[1][:-1], was[3], was[2], forged(was[4], keys[4]), b"", was[6]]
+    now[5] = renamed(was[6], keys[5])
+    for name, content in zip(names, now, strict=True):
+        place.replace(name, content)
+    into = slots(7)
+    answers = await backend.read(keys, into)
+    assert answers == [False] * 6 + [True]
+    assert wrong_bytes(keys[6:], into[6:]) == []
+    assert await backend.write(keys, filled(keys)) == [True] * 7
+    assert await backend.read(keys, into) == [True] * 7
+    assert wrong_bytes(keys, into) == []
     await backend.close()
-    (path,) = (tmp_path / "kv").glob(f"*/??/{damaged.hex()}")
-    value = bytearray(path.read_bytes())
-    value[-1] ^= 1
-    path.write_bytes(value)
-    root, given = str(tmp_path / "kv"), ("-o", f"encryption={json.dumps({'key_file': keys})}")
-    (held,) = (await asyncio.to_thread(answered, "inspect", root))["namespaces"]
+
+
+async def test_without_the_key_operators_see_counts_and_ages_and_with_it_verify_checks(
+    place, key_file
+):
+    def run(*words, code=0):
+        return asyncio.to_thread(answered, words[0], *place.words, *words[1:], code=code)
+
+    path = key_file()
+    backend, keys = opened(place, **with_keys(path)), keys_of(2)
+    assert await backend.write(keys, filled(keys)) == [True] * 2
+    await backend.close()
+    name, content = next(iter(place.contents().items()))
+    place.replace(name, turned(content))
+    given = ("-o", f"encryption={json.dumps({'key_file': path})}")
+    (held,) = (await run("inspect"))["namespaces"]
     assert held["chunks"] == 2
-    assert held["newest_s"] < 60
-    report = await asyncio.to_thread(answered, "verify", root)
+    report = await run("verify")
     assert (report["chunks"], report["other_keys"], report["damaged"]) == (2, 2, [])
-    report = await asyncio.to_thread(answered, "verify", root, *given, "--repair", code=1)
+    report = await run("verify", *given, "--repair", code=1)
     assert (report["other_keys"], report["reasons"]) == (0, {"corrupt_payload": 1})
-    report = await asyncio.to_thread(answered, "verify", root, *given)
+    report = await run("verify", *given)
     assert (report["chunks"], report["damaged"]) == (1, [])
+    assert (await run("gc", "--older-than", "0s", "--yes"))["removed"] == 1
+    assert place.contents() == {}
 
 
 # ---- keys -----------------------------------------------------------------------------------
@@ -293,7 +355,7 @@ async def test_no_key_is_in_a_repr_a_log_or_what_config_shows(tmp_path, key_file
     assert path in out.stdout
     tier["encryption"] = {"key": OLD}  # a mistake
     shown = await asyncio.to_thread(kvoffload, "config", "show", json.dumps(settings), "--json")
-    backend = open_disk(tmp_path, path)
+    backend = opened(StoredFiles("disk", tmp_path / "kv"), **with_keys(path))
     await backend.write(keys_of(1), filled(keys_of(1)))
     await backend.close()
     seal = Encryption(key_file=path).seal()

@@ -26,7 +26,7 @@ from kvoffload.backends.header import (
     mismatch,
     parse_header,
 )
-from kvoffload.backends.seals import ChecksumSeal, RunningCheck, Seal
+from kvoffload.backends.seals import ChecksumSeal, Seal, begin_check
 from kvoffload.errors import ConfigError
 
 log = logging.getLogger(__name__)
@@ -217,7 +217,7 @@ def check(
     header = parse_header(buffer[:read])
     reason = mismatch(header, key, namespace, facts.st_size - PAGE)
     if reason is None and isinstance(header, Header):
-        if (running := begun_check(buffer[:PAGE], header, cipher)) is None:
+        if (running := begin_check(buffer[:PAGE], header, cipher)) is None:
             return OTHER_KEY, read
         while piece := vfs.preadv(fd, [buffer], read):
             running.update(buffer[:piece])
@@ -231,13 +231,6 @@ def check(
     # As for loads, a file that is too short or too long has the wrong size.
     wrong_size = reason == "length" or (reason == "short" and facts.st_size < PAGE)
     return counted_as("size" if wrong_size else reason), read
-
-
-def begun_check(header: memoryview, found: Header, cipher: Seal | None) -> RunningCheck | None:
-    """Return the check of a payload by its header; None: ``cipher`` lacks the key."""
-    seals = (ChecksumSeal(), cipher) if cipher else (ChecksumSeal(),)
-    begun = (seal.begin_check(header, found) for seal in seals)
-    return next(filter(None, begun), None)
 
 
 def bytes_on_disk(chunk_bytes: int) -> int:

@@ -5,14 +5,13 @@ import contextlib
 from kvoffload.backends.disk.chunk_file import (
     PAGE,
     ChunkFiles,
-    begun_check,
     continued,
     is_aligned,
     reason_of,
 )
 from kvoffload.backends.disk.segment import Segment
 from kvoffload.backends.header import OTHER_KEY, Header, counted_as, mismatch, parse_header
-from kvoffload.backends.seals import Seal
+from kvoffload.backends.seals import Seal, begin_check
 
 _WRITEBACK_BYTES = 1 << 20
 """The kernel is told to write what has gathered in so large parts: each call takes time."""
@@ -28,7 +27,7 @@ def fault_of(
     header = parse_header(content)
     reason = mismatch(header, key, namespace, getattr(header, "payload_bytes", 0))
     if reason is None and isinstance(header, Header):
-        running = begun_check(content[:PAGE], header, cipher)
+        running = begin_check(content[:PAGE], header, cipher)
         if running is None:
             return OTHER_KEY
         payload = content[PAGE : PAGE + header.payload_bytes]

@@ -9,7 +9,8 @@ from kvoffload.backends.disk.admin import collect, survey, verify
 from kvoffload.backends.folder.doctor import OTHER_MOUNT, diagnose
 from kvoffload.backends.folder.inspection import FolderInspector, inspected
 from kvoffload.backends.folder.options import FolderOptions
-from kvoffload.backends.folder.seal import Seal, secret_key
+from kvoffload.backends.folder.seal import read_secret
+from kvoffload.backends.key_files import ENCRYPTION, read_encryption, without
 from kvoffload.config import convert
 
 T = TypeVar("T")
@@ -19,8 +20,8 @@ class FolderAdmin:
     """A root, examined by an operator. Only ``collect`` and a repair change what is stored.
 
     Args:
-        options: those of the backend, and for ``doctor`` ``other_mount``: the root as another
-            mount of the same folder shows it.
+        options: those of the backend, ``encryption``, and for ``doctor`` ``other_mount``: the root
+            as another mount of the same folder shows it.
 
     Raises:
         ConfigError: an option is wrong; nothing was touched.
@@ -29,8 +30,12 @@ class FolderAdmin:
     def __init__(self, options: Mapping[str, Any]) -> None:
         given = dict(options)
         self._other_mount = str(given.pop(OTHER_MOUNT, ""))
-        self._options: FolderOptions = convert(given, FolderOptions)
-        self._seal = Seal(secret_key(self._options.secret_file))
+        self._options: FolderOptions = convert(without(given), FolderOptions)
+        self._signature = read_secret(self._options.secret_file)
+        self._encryption = {name: given[name] for name in given if name == ENCRYPTION}
+        if (cipher := read_encryption(given)) is not None:
+            self._options.refuse_secret()
+        self._cipher = cipher
 
     async def close(self) -> None:
         """Do nothing: each call opens the root by itself."""
@@ -42,14 +47,14 @@ class FolderAdmin:
         return await self._inspect(lambda found: collect(found, wanted))
 
     async def verify(self, wanted: Check) -> Verified:
-        return await self._inspect(lambda found: verify(found, wanted))
+        return await self._inspect(lambda found: verify(found, wanted, self._cipher))
 
     async def diagnose(self) -> list[Finding]:
-        return await diagnose(self._options, self._other_mount)
+        return await diagnose(self._options, self._other_mount, self._encryption)
 
     async def _inspect(self, work: Callable[[FolderInspector], T]) -> T:
         return await run_once(self._work, work)
 
     def _work(self, work: Callable[[FolderInspector], T]) -> T:
-        with inspected(self._options.root, self._seal) as found:
+        with inspected(self._options.root, self._signature) as found:
             return work(found)

@@ -1,11 +1,11 @@
 """The folder backend: chunks in a directory that many hosts mount, on NFS, Lustre, CephFS, FUSE.
 
 This module is the asynchronous face. ``mount`` makes blocking calls on its threads, and gives them
-up. ``chunk_files`` reads and writes one file, ``seal`` authenticates it, ``known`` remembers which
-exist. In the background ``upkeep`` tells what was stored, by ``records`` that all hosts read. One
-process at a time is the ``evictor``; ``room`` is what it grants a process. ``shared_root`` opens
-the folder. Files and folders are those of the disk tier, and so is the code that names, walks and
-checks them.
+up. ``chunk_files`` reads and writes one file, ``known`` remembers which exist, ``seal``
+authenticates chunks if there is a secret. In the background ``upkeep`` tells what was stored, by
+``records`` that all hosts read. One process at a time is the ``evictor``; ``room`` is what it
+grants a process. ``shared_root`` opens the folder. Files and folders are those of the disk tier,
+and so is the code that names, walks and checks them.
 """
 
 import asyncio
@@ -29,11 +29,12 @@ from kvoffload.backends.folder.mount import Late, Mount, Stalled, Turn
 from kvoffload.backends.folder.namespaces import described, purge
 from kvoffload.backends.folder.options import FolderOptions
 from kvoffload.backends.folder.records import Records
-from kvoffload.backends.folder.seal import Seal, secret_key
+from kvoffload.backends.folder.seal import read_secret
 from kvoffload.backends.folder.shared_root import Root
 from kvoffload.backends.folder.upkeep import Housekeeper
 from kvoffload.backends.header import ALIGNED_BYTES, check_key, namespace_digest
 from kvoffload.backends.log_rate import Throttle
+from kvoffload.backends.seals import Seal
 from kvoffload.config import human_bytes
 from kvoffload.errors import ConfigError
 
@@ -67,8 +68,9 @@ class FolderBackend(AsyncBackend):
     opens_apart = True  # the mount may hang
 
     def __init__(self, options: FolderOptions, namespace: str, *, vfs: Vfs | None = None) -> None:
-        self._seal = Seal(secret_key(options.secret_file))
-        self._namespace = self._seal.namespace(namespace)
+        signature = read_secret(options.secret_file)
+        self._options, self._suffix = options, signature.suffix if signature else ""
+        self._namespace = namespace + self._suffix
         root = os.path.abspath(os.path.expanduser(options.root))
         super().__init__(
             self._namespace,
@@ -77,6 +79,8 @@ class FolderBackend(AsyncBackend):
             name=f"folder {root}",
             header_bytes=ALIGNED_BYTES,
         )
+        if signature is not None:
+            super().encrypt_with(signature)  # which only adds a code
         self._vfs, self._token = vfs or Vfs(), secrets.token_hex(8)
         self._capacity_bytes = int(options.capacity)
         self._folder_name = namespace_digest(self._namespace).hex()
@@ -86,7 +90,7 @@ class FolderBackend(AsyncBackend):
         )
         self._place = os.path.realpath(root)  # here, where it may block
         self._folder = f"{root}/{self._folder_name}"
-        self._files = ChunkFiles(self._vfs, root, self._folder, self._token, self._seal)
+        self._files = ChunkFiles(self._vfs, root, self._folder, self._token)
         self._known = KnownChunks()
         threads = options.threads
         self._mount = Mount("kvoffload-folder", threads, options.timeout_s)
@@ -112,6 +116,15 @@ class FolderBackend(AsyncBackend):
 
     def __repr__(self) -> str:
         return f"FolderBackend({self._root.path!r}, {self._namespace!r})"
+
+    def encrypt_with(self, seal: Seal) -> None:
+        """Store chunks encrypted; called by :func:`kvoffload.open_backend`, before the first.
+
+        Raises:
+            ConfigError: there is a ``secret_file`` as well.
+        """
+        self._options.refuse_secret()
+        super().encrypt_with(seal)
 
     @staticmethod
     def admin(options: Mapping[str, Any]) -> Any:
@@ -257,13 +270,14 @@ class FolderBackend(AsyncBackend):
             return []
         root, own = self._root.path, self._namespace
         found = await run_once(described, self._vfs, root, own, lambda: self.is_closed)
-        return [each._replace(namespace=self._seal.name_of(each.namespace)) for each in found]
+        names = (each.namespace.removesuffix(self._suffix) for each in found)
+        return [each._replace(namespace=n) for each, n in zip(found, names, strict=True)]
 
     async def purge(self, namespaces: Sequence[str]) -> int:
         """Remove namespaces; engines that use one find nothing there, and may store again."""
         if self.is_closed:
             return 0
-        folders = [namespace_digest(self._seal.namespace(each)).hex() for each in namespaces]
+        folders = [namespace_digest(each + self._suffix).hex() for each in namespaces]
         if self._folder_name in folders:
             self._known.clear()
         return await run_once(

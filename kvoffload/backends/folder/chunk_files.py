@@ -15,14 +15,7 @@ from kvoffload.backends.disk.paths import shard_of
 from kvoffload.backends.disk.vfs import Vfs
 from kvoffload.backends.folder.mount import Turn
 from kvoffload.backends.folder.places import STORE
-from kvoffload.backends.folder.seal import Seal
-from kvoffload.backends.header import (
-    ALIGNED_BYTES,
-    MAX_KEY_BYTES,
-    OTHER_VERSION,
-    Header,
-    parse_header,
-)
+from kvoffload.backends.header import ALIGNED_BYTES, MAX_KEY_BYTES, Header, parse_header
 
 
 class Found(NamedTuple):
@@ -46,15 +39,13 @@ class ChunkFiles:
         root: the folder of all namespaces.
         folder: that of this one.
         token: names this process's temporary files.
-        seal: authenticates.
     """
 
-    def __init__(self, vfs: Vfs, root: str, folder: str, token: str, seal: Seal) -> None:
+    def __init__(self, vfs: Vfs, root: str, folder: str, token: str) -> None:
         self._vfs = vfs
         self._root = root
         self._folder = folder
         self._token = token
-        self._seal = seal
         self._numbers = itertools.count()
 
     def path_of(self, key: bytes) -> str:
@@ -82,9 +73,7 @@ class ChunkFiles:
                 return Found(_why_of_another_length(header[:moved], facts.st_size), facts)
             if moved != facts.st_size:
                 return Found("corrupt_short", facts)
-            is_broken = self._seal.is_broken(header, into)
-            is_damaged = is_broken and parse_header(header) != OTHER_VERSION
-            return Found("corrupt_mac" if is_damaged else "", facts)
+            return Found("", facts)
         except OSError as error:
             return Found(reason_of(error), facts)
         finally:
@@ -97,7 +86,6 @@ class ChunkFiles:
         """
         vfs, path = self._vfs, self.path_of(key)
         temporary = f"{os.path.dirname(path)}/.{self._token}-{next(self._numbers)}"
-        header = self._seal.signed(header, chunk)
         try:
             fd = self._create(temporary)
         except OSError as error:

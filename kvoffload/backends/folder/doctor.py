@@ -10,7 +10,8 @@ import secrets
 import shutil
 import stat
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 from kvoffload.backends.admin import (
     MEASURED_BYTES,
@@ -27,7 +28,6 @@ from kvoffload.backends.disk.root_checks import refuse_exposed, refuse_unsafe, r
 from kvoffload.backends.disk.vfs import Vfs
 from kvoffload.backends.folder.inspection import FolderInspector
 from kvoffload.backends.folder.options import FolderOptions
-from kvoffload.backends.folder.seal import Seal
 from kvoffload.backends.folder.shared_root import check_content
 from kvoffload.backends.folder.upkeep import LEASE_S
 from kvoffload.config import human_bytes
@@ -56,8 +56,12 @@ _SLOW_TO_SEE_S = 5.0
 _SCRATCH_BYTES = 1 << 30
 
 
-async def diagnose(options: FolderOptions, other_mount: str) -> list[Finding]:
+async def diagnose(
+    options: FolderOptions, other_mount: str, encryption: Mapping[str, Any]
+) -> list[Finding]:
     """Examine a root, also as the other mount shows it if there is one.
+
+    ``encryption`` has the tier's setting of this name, if there is one, for what is measured.
 
     Raises:
         ConfigError: no engine would use the root, or the other mount does not show it.
@@ -66,7 +70,7 @@ async def diagnose(options: FolderOptions, other_mount: str) -> list[Finding]:
     with _scratch(root) as scratch:
         there = f"{other_mount}/{os.path.basename(scratch)}" if other_mount else ""
         findings += await run_once(_times, scratch, there)
-        findings += await _rates(scratch, options)
+        findings += await _rates(scratch, options, encryption)
     return findings
 
 
@@ -123,7 +127,7 @@ def _rights(vfs: Vfs, root: str) -> Finding:
 def _sharing(root: str, is_root: bool) -> Finding:
     if not is_root:
         return Finding("sharing", "ok", "no engine has used it yet")
-    found = FolderInspector(root, Seal(None))
+    found = FolderInspector(root)
     try:
         store, hosts, (_, fault) = found.store(), found.hosts(), found.ledger()
         names = ", ".join(sorted(set(hosts))) or "no host"
@@ -238,7 +242,9 @@ def _put(path: str) -> None:
 # ---- rates ---------------------------------------------------------------------------------------
 
 
-async def _rates(scratch: str, options: FolderOptions) -> list[Finding]:
+async def _rates(
+    scratch: str, options: FolderOptions, encryption: Mapping[str, Any]
+) -> list[Finding]:
     """Measure stores and loads with 1, 8 and 32 chunks at once."""
     found = []
     for depth in _DEPTHS:
@@ -249,6 +255,7 @@ async def _rates(scratch: str, options: FolderOptions) -> list[Finding]:
             "threads": depth,
             "timeout_s": options.timeout_s,
             "trust_parent_folders": True,
+            **encryption,
         }
         backend = await run_once(open_backend, "folder", settings, "kvoffload-doctor")
         try:

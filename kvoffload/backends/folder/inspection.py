@@ -8,7 +8,6 @@ import os
 import secrets
 from collections.abc import Iterator
 
-from kvoffload.backends import seals
 from kvoffload.backends.disk.inspector import Chunk, ChunkFile, DiskInspector, Waste
 from kvoffload.backends.disk.limits import Limits
 from kvoffload.backends.disk.manifest import name_in
@@ -20,10 +19,10 @@ from kvoffload.backends.folder.evictor import DEAD_S, FREED, LEAST_FREE
 from kvoffload.backends.folder.places import HOSTS, LEASE, NEW, STORE, is_temporary
 from kvoffload.backends.folder.records import LeaseRecord, Records, StoreRecord
 from kvoffload.backends.folder.scan import LEFTOVER_S
-from kvoffload.backends.folder.seal import Seal
+from kvoffload.backends.folder.seal import SecretSeal
 from kvoffload.backends.folder.shared_root import check_content
 from kvoffload.backends.folder.upkeep import LEASE_S
-from kvoffload.backends.header import ALIGNED_BYTES
+from kvoffload.backends.seals import Seal
 from kvoffload.errors import ConfigError
 
 _IN_ROOT = {STORE, LEASE, HOSTS, "lost+found", ".snapshot"}
@@ -44,17 +43,17 @@ class FolderInspector(DiskInspector):
 
     Args:
         root: where.
-        seal: with a secret, ``verify`` checks authentication codes as well.
+        signature: with it, ``verify`` checks authentication codes as well.
 
     Raises:
         ConfigError: it is no root, or another user owns it or may write it.
     """
 
-    def __init__(self, root: str, seal: Seal) -> None:
+    def __init__(self, root: str, signature: SecretSeal | None = None) -> None:
         self.root = os.path.realpath(os.path.expanduser(root))
         self.vfs = Vfs()
         self.unreadable = []
-        self._seal = seal
+        self._signature = signature
         try:
             is_root = check_content(self.vfs, self.root)
         except OSError as error:
@@ -159,20 +158,15 @@ class FolderInspector(DiskInspector):
     # ---- one chunk -------------------------------------------------------------------------
 
     def verify(
-        self, chunk: Chunk, buffer: memoryview, cipher: seals.Seal | None = None
+        self, chunk: Chunk, buffer: memoryview, cipher: Seal | None = None
     ) -> tuple[str | None, int]:
-        reason, read = super().verify(chunk, buffer, cipher)
-        if reason is None and isinstance(chunk, ChunkFile) and self._is_broken(chunk):
-            reason = "corrupt_mac"
-        return reason, read
-
-    def _is_broken(self, chunk: ChunkFile) -> bool:
-        """Return whether a chunk of an engine with this secret lacks its code."""
+        if (signature := self._signature) is None:
+            return super().verify(chunk, buffer, cipher)
         name = name_in(self.manifest(chunk.namespace), chunk.namespace)
-        if not self._seal.is_of_this_secret(name):
-            return False
-        data = memoryview(self.vfs.read_file(chunk.path, chunk.facts.st_size))
-        return self._seal.is_broken(data[:ALIGNED_BYTES], data[ALIGNED_BYTES:])
+        if not name.endswith(signature.suffix):
+            return super().verify(chunk, buffer, cipher)
+        reason, read = super().verify(chunk, buffer, signature)
+        return ("corrupt_mac" if reason == "corrupt_payload" else reason), read
 
     def remove_leftover(self, leftover: Waste) -> int:
         if os.path.basename(leftover.path).startswith(SCRATCH):
@@ -185,9 +179,9 @@ class FolderInspector(DiskInspector):
 
 
 @contextlib.contextmanager
-def inspected(root: str, seal: Seal) -> Iterator[FolderInspector]:
+def inspected(root: str, signature: SecretSeal | None) -> Iterator[FolderInspector]:
     """Open a root; ConfigError: see the constructor."""
-    found = FolderInspector(root, seal)
+    found = FolderInspector(root, signature)
     try:
         yield found
     finally:

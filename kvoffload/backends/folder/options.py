@@ -25,7 +25,8 @@ class FolderOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     timeout_s: float = 5.0
     """Seconds after which a call of the mount is given up."""
     secret_file: str = ""
-    """A file with 32 random bytes or more, the same on all hosts: chunks are authenticated."""
+    """A file with 32 random bytes or more, the same on all hosts: chunks are authenticated. The
+    setting ``encryption`` does that too, and takes its place."""
     trust_parent_folders: bool = False
     """Use a root below folders that other users may write, as in a pod without other programs."""
 
@@ -45,3 +46,9 @@ class FolderOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
             raise ConfigError("timeout_s", self.timeout_s, "must be a positive number of seconds")
         if self.secret_file:
             check_extra("secret_file", self.secret_file)
+
+    def refuse_secret(self) -> None:
+        """Refuse a secret together with ``encryption``; raises ConfigError."""
+        if self.secret_file:
+            remedy = "encrypted chunks are authenticated by their key: leave this out"
+            raise ConfigError("secret_file", self.secret_file, remedy)

@@ -8,9 +8,19 @@ namespaces of their own: those without it see none of their chunks, and no damag
 import hmac
 import struct
 from pathlib import Path
+from typing import Any
 
 import xxhash
 
+from kvoffload.backends.header import (
+    COMPACT_BYTES,
+    OTHER_KEY,
+    XXH3_128,
+    Header,
+    mismatch,
+    pack_header,
+    parse_header,
+)
 from kvoffload.errors import ConfigError
 
 _LEAST_BYTES, _LEAST_DISTINCT = 32, 8
@@ -19,53 +29,71 @@ _MAC_BYTES = 32
 _SEAL = struct.Struct("<Q")
 
 
-class Seal:
-    """Signs headers and checks them. Thread-safe.
+class SecretSeal:
+    """A seal of chunks that are stored as they are, with an authentication code in the header.
 
     Args:
-        secret: key of 32 bytes; None: nothing is signed, and every chunk passes.
+        secret: key of 32 bytes.
     """
 
-    def __init__(self, secret: bytes | None) -> None:
+    def __init__(self, secret: bytes) -> None:
         self._secret = secret
-        self._suffix = "" if secret is None else f"+mac-{_fingerprint(secret)}"
+        self.suffix = f"+mac-{_fingerprint(secret)}"
+        """The end of the name of each namespace of engines with this secret."""
 
-    def namespace(self, name: str) -> str:
-        """Return the namespace in the folder for an engine's namespace."""
-        return name + self._suffix
-
-    def name_of(self, namespace: str) -> str:
-        """Return an engine's namespace for one in the folder of engines with this secret."""
-        return namespace.removesuffix(self._suffix)
-
-    def is_of_this_secret(self, namespace: str) -> bool:
-        """Return whether a namespace in the folder is one of engines with this secret."""
-        return bool(self._suffix) and namespace.endswith(self._suffix)
-
-    def signed(self, header: bytes, chunk: memoryview) -> bytes:
-        """Return the header with the authentication code of both in it."""
-        if self._secret is None:
-            return header
+    def pack(
+        self, key: bytes, namespace: bytes, chunk: memoryview, *, header_bytes: int = COMPACT_BYTES
+    ) -> tuple[bytes, memoryview]:
+        header = pack_header(key, namespace, chunk, header_bytes=header_bytes)
         told = header[: -_MAC_BYTES - _SEAL.size]
-        body = told + _mac(self._secret, told, chunk)
-        return body + _SEAL.pack(xxhash.xxh3_64_intdigest(body))
+        code = _Code(self._secret, told, b"")
+        code.update(chunk)
+        body = told + code.digest()
+        return body + _SEAL.pack(xxhash.xxh3_64_intdigest(body)), chunk
 
-    def is_broken(self, header: memoryview, chunk: memoryview) -> bool:
-        """Return whether header and chunk lack the code of the secret."""
-        if self._secret is None:
-            return False
-        told, code = header[: -_MAC_BYTES - _SEAL.size], header[-_MAC_BYTES - _SEAL.size :]
-        return not hmac.compare_digest(_mac(self._secret, told, chunk), code[:_MAC_BYTES])
+    def done(self, stored: memoryview) -> None:
+        """Do nothing: the chunk is the caller's."""
+
+    def fault(
+        self, header: memoryview, payload: memoryview, key: bytes, namespace: bytes
+    ) -> str | None:
+        found = parse_header(header)
+        reason = mismatch(found, key, namespace, payload.nbytes)
+        if reason is not None or not isinstance(found, Header):
+            return reason
+        if (running := self.begin_check(header, found)) is None:
+            return OTHER_KEY
+        running.update(payload)
+        return None if running.is_whole() else "mac"
+
+    def begin_check(self, header: memoryview, found: Header) -> "_Code | None":
+        if found.kind != XXH3_128:
+            return None
+        end = found.header_bytes - _SEAL.size
+        return _Code(
+            self._secret, header[: end - _MAC_BYTES], bytes(header[end - _MAC_BYTES : end])
+        )
 
 
-def _mac(secret: bytes, told: bytes | memoryview, chunk: memoryview) -> bytes:
-    import blake3
+class _Code:
+    """The code of a chunk that is read in pieces; it covers all that a checksum would."""
 
-    mac = blake3.blake3(key=secret)
-    mac.update(told)
-    mac.update(chunk)
-    digest: bytes = mac.digest()
-    return digest
+    def __init__(self, secret: bytes, told: bytes | memoryview, wanted: bytes) -> None:
+        import blake3
+
+        self._wanted = wanted
+        self._code: Any = blake3.blake3(key=secret)
+        self._code.update(told)
+
+    def update(self, piece: memoryview) -> None:
+        self._code.update(piece)
+
+    def digest(self) -> bytes:
+        code: bytes = self._code.digest()
+        return code
+
+    def is_whole(self) -> bool:
+        return hmac.compare_digest(self.digest(), self._wanted)
 
 
 def _fingerprint(secret: bytes) -> str:
@@ -77,8 +105,8 @@ def _fingerprint(secret: bytes) -> str:
     return name[:16]
 
 
-def secret_key(file: str) -> bytes | None:
-    """Derive the key that authenticates chunks from ``secret_file``; None without a file.
+def read_secret(file: str) -> SecretSeal | None:
+    """Return what authenticates chunks by ``secret_file``; None without a file.
 
     Raises:
         ConfigError: the file cannot be read, or holds no secret.
@@ -94,5 +122,4 @@ def secret_key(file: str) -> bytes | None:
         raise ConfigError("secret_file", file, remedy)
     import blake3
 
-    derived: bytes = blake3.blake3(secret, derive_key_context="kvoffload folder v1").digest()
-    return derived
+    return SecretSeal(blake3.blake3(secret, derive_key_context="kvoffload folder v1").digest())

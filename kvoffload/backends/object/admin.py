@@ -27,9 +27,10 @@ from kvoffload.backends.blocking_pool import run_once
 from kvoffload.backends.header import (
     COMPACT_BYTES,
     NOT_DAMAGED,
+    OTHER_KEY,
     Header,
-    check_chunk,
     counted_as,
+    mismatch,
     parse_header,
 )
 from kvoffload.backends.object.bucket import Bucket, Stored
@@ -45,6 +46,7 @@ from kvoffload.backends.object.naming import (
     read_facts,
 )
 from kvoffload.backends.object.options import ObjectOptions
+from kvoffload.backends.seals import Seal, begin_check
 from kvoffload.backends.verification import Verification
 from kvoffload.config import human_bytes
 
@@ -69,8 +71,10 @@ T = TypeVar("T")
 class Operator:
     """What one command of an operator uses; another thread may end it."""
 
-    def __init__(self, options: ObjectOptions) -> None:
+    def __init__(self, options: ObjectOptions, cipher: Seal | None = None) -> None:
         self.options = options
+        self.cipher = cipher
+        """Decrypts the engines' chunks, if they are encrypted."""
         self.bucket = Bucket(options, PATIENCE_S, _RETRIES)
         self._is_cancelled = threading.Event()
 
@@ -116,6 +120,7 @@ class ObjectAdmin:
     """What operators do with a bucket."""
 
     _options: ObjectOptions
+    _cipher: Seal | None = None
 
     async def survey(self) -> Survey:
         """List the bucket, and return what each namespace has."""
@@ -136,7 +141,7 @@ class ObjectAdmin:
         self, work: Callable[Concatenate[Operator, P], T], *given: P.args, **named: P.kwargs
     ) -> T:
         """Do an operator's work on a thread of its own, which ends soon after a cancellation."""
-        operator = Operator(self._options)
+        operator = Operator(self._options, self._cipher)
 
         def perform() -> T:
             try:
@@ -235,8 +240,9 @@ def _verify(operator: Operator, wanted: Check) -> Verified:
         read_bytes, fault = 0, "corrupt_size"
         try:
             if stored.nbytes <= _MOST_CHUNK_BYTES:
-                content = memoryview(operator.bucket.fetch(stored.name, _MOST_CHUNK_BYTES))
-                read_bytes, fault = len(content), _fault(content, name)
+                content = bytearray(operator.bucket.fetch(stored.name, _MOST_CHUNK_BYTES))
+                read_bytes = len(content)
+                fault = _fault(memoryview(content), name, operator.cipher)
         except FileNotFoundError:
             run.add(0, stored.nbytes, is_gone=True)
             continue
@@ -251,16 +257,20 @@ def _verify(operator: Operator, wanted: Check) -> Verified:
     return run.report()
 
 
-def _fault(content: memoryview, name: ChunkName) -> str:
-    """Return why loads miss an object; empty if they do not."""
-    header = content[:COMPACT_BYTES]
+def _fault(content: memoryview, name: ChunkName, cipher: Seal | None) -> str:
+    """Return why loads miss an object; empty if they do not. What is encrypted gets decrypted."""
+    header, payload = content[:COMPACT_BYTES], content[COMPACT_BYTES:]
     found = parse_header(header)
     if not isinstance(found, Header):
         return counted_as(found)
     if not found.namespace.hex().startswith(name.tag):
         return counted_as("namespace")
-    broken = check_chunk(header, content[COMPACT_BYTES:], name.key, found.namespace)
-    return counted_as(broken) if broken else ""
+    if broken := mismatch(found, name.key, found.namespace, payload.nbytes):
+        return counted_as(broken)
+    if (running := begin_check(header, found, cipher)) is None:
+        return OTHER_KEY
+    running.update(payload)
+    return "" if running.is_whole() else counted_as("payload")
 
 
 def described(operator: Operator, namespace: str) -> list[Described]:

@@ -25,11 +25,7 @@ import msgspec
 from kvoffload.backends.admin import Finding
 from kvoffload.backends.base import Described, ReadResult, Usage, check_lengths
 from kvoffload.backends.blocking_pool import BlockingPool, run_once, start_once
-from kvoffload.backends.header import (
-    Header,
-    check_key,
-    parse_header,
-)
+from kvoffload.backends.header import Header, check_key, parse_header
 from kvoffload.backends.log_rate import Throttle
 from kvoffload.backends.object import naming
 from kvoffload.backends.object.admin import ObjectAdmin, described
@@ -40,6 +36,7 @@ from kvoffload.backends.object.failures import CANCELLED, TIMEOUT, Failed
 from kvoffload.backends.object.manifest_index import ManifestIndex
 from kvoffload.backends.object.options import ObjectOptions, weaknesses
 from kvoffload.backends.object.request_kind import Requests
+from kvoffload.backends.seals import Seal
 from kvoffload.backends.threaded import ThreadedBackend
 from kvoffload.config import human_bytes
 
@@ -116,6 +113,10 @@ class ObjectBackend(ThreadedBackend, ObjectAdmin):
         self._manifest: ManifestIndex | None = None
         if options.manifest:
             self._manifest = ManifestIndex(self._bucket, self._tag, options.ttl_s)
+
+    def encrypt_with(self, seal: Seal) -> None:
+        super().encrypt_with(seal)
+        self._cipher = seal
 
     def __repr__(self) -> str:
         return f"ObjectBackend({self._options.url!r}, {self._namespace!r})"

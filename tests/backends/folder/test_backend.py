@@ -32,7 +32,7 @@ class TestFolder(FolderSuite):
     pass
 
 
-@pytest.mark.long
+@pytest.mark.chaos
 class TestOneThread(FolderSuite):
     settings: ClassVar = {"threads": 1}
 
@@ -43,3 +43,9 @@ class TestSecret(FolderSuite):
         secret = self.folder / "secret"
         secret.write_bytes(bytes(range(32)))
         return {"secret_file": str(secret)}
+
+
+class TestEncrypted(FolderSuite):
+    @pytest.fixture(autouse=True)
+    def _keys(self, encryption):
+        self.settings = {"encryption": encryption}

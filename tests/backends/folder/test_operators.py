@@ -9,11 +9,14 @@ import pytest
 from disk_commands import kvoffload
 from folder_parts import ON_DISK, load, open_folder, path_of, store
 
+from kvoffload import open_backend
 from kvoffload.backends.admin import Check, Garbage
+from kvoffload.backends.encryption import CipherSeal
 from kvoffload.backends.folder import doctor
 from kvoffload.backends.folder.admin import FolderAdmin
 from kvoffload.backends.folder.places import LEASE
 from kvoffload.errors import ConfigError
+from kvoffload.registry import open_admin
 from kvoffload.testing.backends import keys_of
 
 
@@ -95,6 +98,26 @@ async def test_verify_with_the_secret_checks_codes_and_without_it_checksums(tmp_
     found = await admin(tmp_path / "kv", secret_file=str(secret)).verify(Check())
     assert found.figures["reasons"] == {"corrupt_mac": 1}
     assert found.figures["chunks"] == 2
+
+
+async def test_doctor_measures_with_the_key(root, key_file, monkeypatch):
+    sealed, pack = [], CipherSeal.pack
+    monkeypatch.setattr(CipherSeal, "pack", lambda *a, **k: sealed.append(1) or pack(*a, **k))
+    monkeypatch.setattr(doctor, "_DEPTHS", (1,))
+    options = {"encryption": {"key_file": key_file()}, "trust_parent_folders": True}
+    found = {each.check: each.verdict for each in await admin(root, **options).diagnose()}
+    assert found["depth 1"] != "failed"
+    assert len(sealed) == 8
+
+
+def test_a_secret_beside_the_key_is_refused_by_engines_and_commands(tmp_path, key_file):
+    path = key_file()
+    options = {"secret_file": path, "encryption": {"key_file": path}}
+    for open_it in (open_backend, open_admin):
+        given = ("folder", {"root": str(tmp_path / "kv"), **options})
+        with pytest.raises(ConfigError, match="leave this out") as caught:
+            open_it(*given, *(("n",) if open_it is open_backend else ()))
+        assert caught.value.field == "secret_file"
 
 
 async def test_gc_removes_by_age_and_by_namespace(root):

@@ -1,18 +1,10 @@
-"""A real S3 server for the tests of a session, and a bucket for each test."""
+"""A bucket for each test."""
 
 from importlib.util import find_spec
 
 import pytest
 
-from tests.support.moto import PATIENT_S, moto_server
-
-
-@pytest.fixture(scope="session")
-def s3():
-    pytest.importorskip("obstore", reason="obstore is not installed: the extra object has it")
-    pytest.importorskip("moto", reason="moto is not installed: the extra dev has it")
-    with moto_server() as server:
-        yield server
+from tests.support.moto import PATIENT_S
 
 
 @pytest.fixture

@@ -20,3 +20,10 @@ class TestObject(PersistentBackendSuite):
         content = bytearray(backend._bucket.fetch(name, 1 << 20))
         content[-1] ^= 1
         backend._bucket.put(name, [bytes(content)], replace=True)
+
+
+@pytest.mark.chaos  # tests/backends/test_encryption.py has what is not the base class's
+class TestEncryptedObjects(TestObject):
+    @pytest.fixture(autouse=True)
+    def _bucket(self, options, encryption):
+        self.options = options | {"encryption": encryption}
