@@ -51,7 +51,7 @@ NAMESPACE = _gauge("namespace_info", "namespace", "",
 TIER_UP = _gauge("tier_up", "tier", "",
     "1 while the tier is open and can be reached, else 0.", "smallest")
 BREAKERS_OPEN = _gauge("breakers_open", "tier", "breakers",
-    "Circuit breakers of the tier's servers that are open.")
+    "Circuit breakers that are open: of servers, or of the kinds of requests to a bucket.")
 RESIDENT_BYTES = _gauge("resident_bytes", "tier", "bytes",
     "Bytes of chunks that can be loaded; of Redis, the memory that all its data takes; of a "
     "bucket, which is not listed, 0.")

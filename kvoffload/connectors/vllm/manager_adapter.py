@@ -329,7 +329,8 @@ class ManagerAdapter(VllmManager):  # type: ignore[misc]  # untyped base
 
 def _locality(medium: str) -> Locality:
     # Only a tier that several machines are known to share is called remote.
-    return Locality.REMOTE if medium.startswith(("REDIS", "OBJECT")) else Locality.LOCAL
+    is_shared = medium.rstrip("0123456789") in ("REDIS", "OBJECT", "FOLDER")
+    return Locality.REMOTE if is_shared else Locality.LOCAL
 
 
 def our_context(req_context: VllmContext, tenant: bytes = b"") -> ReqContext:

@@ -44,7 +44,7 @@ class Nothing:
         pass
 
 
-@pytest.mark.parametrize("tier", ["disk", "redis"])
+@pytest.mark.parametrize("tier", ["disk", "redis", "object", "folder1"])
 def test_events_carry_no_owner_and_media_that_routers_know(tier):
     key = make_offload_key(b"h" * 32, 0)
     manager = TieredOffloadingManager(HostCache(2, LRUPolicy(2)), (Tier(tier, Nothing()),))
@@ -65,7 +65,7 @@ def test_events_carry_no_owner_and_media_that_routers_know(tier):
     assert {event.medium for event in events} == KNOWN_MEDIA
     assert [event.ownership for event in events] == [None] * 3
     places = {event.medium: event.locality for event in events}
-    assert places == {"CPU": "LOCAL", "STORAGE": "REMOTE" if tier == "redis" else "LOCAL"}
+    assert places == {"CPU": "LOCAL", "STORAGE": "LOCAL" if tier == "disk" else "REMOTE"}
 
 
 @pytest.fixture(scope="module")
