@@ -137,8 +137,9 @@ class ReturnOrder:
         now_s: Callable[[], float] = time.monotonic,
     ) -> None:
         self.normal = normal
-        self._capacity = capacity
-        self._most = int(share * capacity)
+        self.capacity = capacity
+        """Of the store in entries; a store whose entries differ in size may change it."""
+        self._share = share
         self._now_s = now_s
         self._forget()
 
@@ -193,7 +194,7 @@ class ReturnOrder:
 
     @property
     def _named_at_most(self) -> int:
-        return NAMED_PER_ENTRY * self._capacity
+        return NAMED_PER_ENTRY * self.capacity
 
     def _fulfil(self, keys: Sequence[bytes]) -> None:
         """End the claims without a claimant's name whose last chunk a prompt has."""
@@ -317,7 +318,8 @@ class ReturnOrder:
             claim, most = self._least_wanted(now_s), count - len(taken)
             if claim is None:
                 claim, _ = self._by_due.furthest(now_s)
-                most = most if not len(self.normal) else min(most, self._num_under - self._most)
+                if len(self.normal):
+                    most = min(most, self._num_under - int(self._share * self.capacity))
             if claim is None or most <= 0:
                 break
             taken += self._leave(claim, most)

@@ -195,6 +195,8 @@ class Index:
         with self._lock:
             if (order := self._order) is None:
                 return ()
+            if self._returns is not None:
+                self._returns.capacity = len(self._sizes)  # now it is full
             taken = [*order.victims(count)]
             if len(taken) < count and self._spared:
                 self._end_sparing(list(self._spared))
