@@ -135,6 +135,22 @@ def test_a_request_with_images_or_another_wish_keeps_nothing(alone):
     assert manager_of(rig).waiting.get(wish.request_id) is None
 
 
+def test_stores_are_told_when_sessions_return(alone):
+    hints = ["session", "returns_in_s"]
+    rig = alone(7 * CHUNKS, disk=True, client_hints=hints)
+    told = []
+    rig.worker.connector_worker._spec.io.expects = told.extend
+    for number, hint in enumerate(({"session": "a", "returns_in_s": 60}, {"session": "a"})):
+        request = rig.add(prompt(0), 2)
+        request.kv_transfer_params = {"kvoffload": hint}
+        rig.scheduler.connector.connector_scheduler.on_new_request(request)
+        run(rig, [request])
+        rig.quiet()
+        assert len(told) == number + 1
+    assert [(len(each.keys), each.in_s) for each in told] == [(CHUNKS, 60.0), (CHUNKS, None)]
+    assert told[0].claim == told[1].claim
+
+
 def test_a_request_of_two_thousand_chunks_takes_little_time_to_queue(alone):
     rig = alone(64)
     requests = [rig.add(prompt(0), 4)]

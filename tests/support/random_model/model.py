@@ -24,6 +24,13 @@ STRIKES_A_SECOND = 5
 REST_EVERY_S = 2.0
 REDIS_BYTES = 2 << 20
 """What a server takes for itself."""
+RETURNS = (
+    {"returns": "never"},
+    {"returns_in_s": 9000.0},
+    {"session": "a", "returns_in_s": 1e18},
+    {"session": "a", "returns": "hours"},
+)
+"""What requests say of their session's next one."""
 
 
 class Model:
@@ -66,7 +73,7 @@ class Model:
             "store_threshold": draw.choice((1, 1, 2)) if keeps else 1,
             "promote": draw.random() < 0.7,
             "waiting_share": draw.choice((0, 0.3, 0.9, 0.9, 1)),
-            "client_hints": ["tiers"],
+            "client_hints": ["tiers", "session", "returns", "returns_in_s"],
             "io": draw.choice(("thread", "process")),
             "lookup_timeout_s": 0.3,
             "load_timeout_s": 0.6,
@@ -130,7 +137,9 @@ class Model:
         while (now_s := time.monotonic()) < until_s:
             if len(self.engine.waiting) < 8 and self.draw.random() < 0.3:
                 prompt = self.draw.choice(self._prefixes) + self._tokens(self.draw.randint(1, 20))
-                self.engine.add(prompt[: self.draw.randint(9, 80)], self.draw.choice((0, 1, 9)))
+                tokens = prompt[: self.draw.randint(9, 80)]
+                told = self.draw.choice(({}, {}, *RETURNS))  # all later than the model ends
+                self.engine.add(tokens, self.draw.choice((0, 1, 9)), **told)
             if now_s >= strike_at_s:
                 strike_at_s = now_s + self.draw.expovariate(STRIKES_A_SECOND)
                 self.faults.strike()
