@@ -23,7 +23,7 @@ from kvoffload.connectors.chunk_size import choose_chunk_size
 from kvoffload.errors import ConfigError
 from kvoffload.replay.model import bytes_per_token, read_config
 from kvoffload.replay.sample import sampled
-from kvoffload.replay.sizing import Answer, answer, curve, curve_sizes
+from kvoffload.replay.sizing import SizeForShare, curve, curve_sizes, size_for_share
 
 _GPU_BLOCK_TOKENS = 16
 
@@ -91,7 +91,7 @@ def command(
     tokens = tokens_of(loaded, block_tokens)
     with progress_bar(len(curve_sizes(loaded)) * loaded.accesses) as step:
         points = curve(loaded, policy, step)
-    answers = [answer(points, share) for share in wanted]
+    answers = [size_for_share(points, share) for share in wanted]
     block_bytes = token_bytes * tokens
     asked_s = whole.accesses * tokens / prefill_tokens_per_s if prefill_tokens_per_s else None
     if as_json:
@@ -170,7 +170,9 @@ def _percent(text: str) -> float:
     return percent / 100
 
 
-def _plain(each: Answer, block_bytes: int, ranks: int, asked_s: float | None) -> dict[str, Any]:
+def _plain(
+    each: SizeForShare, block_bytes: int, ranks: int, asked_s: float | None
+) -> dict[str, Any]:
     saved = {} if asked_s is None else {"prefill_saved_s": round(each.hit_rate * asked_s, 3)}
     return saved | {
         "share_of_infinite": each.share,

@@ -16,7 +16,7 @@ _SMALLEST = 1 / 512
 
 
 @dataclass(frozen=True)
-class Answer:
+class SizeForShare:
     """The least capacity found for a share of what an infinite store would hit."""
 
     share: float
@@ -47,7 +47,7 @@ def curve(trace: Trace, policy: str, progress: Progress | None = None) -> list[P
     ]
 
 
-def answer(points: Sequence[Point], share: float) -> Answer:
+def size_for_share(points: Sequence[Point], share: float) -> SizeForShare:
     """Read the capacity for a share of the last point's rate off the curve.
 
     Between two points the rate is taken to grow with the logarithm of the capacity.
@@ -55,10 +55,10 @@ def answer(points: Sequence[Point], share: float) -> Answer:
     goal = share * points[-1][1]
     first_size, first_rate = points[0]
     if first_rate >= goal:
-        return Answer(share, first_rate, first_size)
+        return SizeForShare(share, first_rate, first_size)
     for (low, low_rate), (high, high_rate) in pairwise(points):
         if high_rate >= goal:
             part = (goal - low_rate) / (high_rate - low_rate)
             blocks = round(low * (high / low) ** part)
-            return Answer(share, goal, blocks)
-    return Answer(share, points[-1][1], points[-1][0])
+            return SizeForShare(share, goal, blocks)
+    return SizeForShare(share, points[-1][1], points[-1][0])

@@ -9,7 +9,7 @@ from kvoffload.backends.base import Removal
 from kvoffload.backends.memory import MemoryBackend, MemoryOptions
 from kvoffload.config import parse_config
 from kvoffload.connectors.vllm import rank_tiers
-from kvoffload.connectors.vllm.rank_tiers import QUIET_S, Question, RankTiers, WorkerPresence
+from kvoffload.connectors.vllm.rank_tiers import QUIET_S, PresenceQuery, RankTiers, WorkerPresence
 from kvoffload.io.chunk_jobs import same_length
 from kvoffload.io.open_stores import OpenStore
 from kvoffload.io.protocol import Present
@@ -172,7 +172,7 @@ async def test_a_worker_keeps_no_copy_of_what_it_has_reported(ranks):
 
 async def test_a_question_whose_answer_does_not_come_in_time_is_no(ranks, monkeypatch):
     worker, tier = ranks.workers[0], ranks.fed[0]["redis"]
-    worker.ask({"redis": Question(1, KEYS[:2]), "memory": Question(2, KEYS[:1])})
+    worker.ask({"redis": PresenceQuery(1, KEYS[:2]), "memory": PresenceQuery(2, KEYS[:1])})
     assert tier.take_questions() == KEYS[:2]
     tier.answered(Present("tier", KEYS[:1], [True]))
     assert worker.take_answers() == []

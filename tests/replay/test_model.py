@@ -6,7 +6,7 @@ import pytest
 
 from kvoffload.errors import ConfigError
 from kvoffload.replay.model import bytes_per_token, read_config
-from kvoffload.replay.sizing import answer
+from kvoffload.replay.sizing import size_for_share
 
 LLAMA_8B = {
     "num_hidden_layers": 32,
@@ -88,7 +88,7 @@ def test_a_name_that_no_file_can_have_is_refused(tmp_path):
 
 def test_the_answer_lies_between_the_points_around_it():
     points = [(10, 0.1), (20, 0.2), (40, 0.4)]
-    assert answer(points, 0.5).blocks == 20
-    assert 20 < answer(points, 0.75).blocks < 40
-    assert answer(points, 1.0).blocks == 40
-    assert answer(points, 0.01).blocks == 10
+    assert size_for_share(points, 0.5).blocks == 20
+    assert 20 < size_for_share(points, 0.75).blocks < 40
+    assert size_for_share(points, 1.0).blocks == 40
+    assert size_for_share(points, 0.01).blocks == 10

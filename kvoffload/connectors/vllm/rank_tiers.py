@@ -42,7 +42,7 @@ class IndexPart:
 
 
 @dataclass
-class Question:
+class PresenceQuery:
     """Scheduler → workers: which of these chunks has a store that lists nothing?"""
 
     number: int
@@ -50,8 +50,8 @@ class Question:
 
 
 @dataclass
-class Answer:
-    """One rank's answer to a :class:`Question`; False for chunks that the store did not name."""
+class PresenceReply:
+    """One rank's reply to a :class:`PresenceQuery`; False for chunks that it did not name."""
 
     tier: str
     generation: str
@@ -110,7 +110,7 @@ class RankTiers:
         )
         self._heard_s = self._clock()
 
-    def apply(self, parts: Iterable[IndexPart], answers: Iterable[Answer]) -> None:
+    def apply(self, parts: Iterable[IndexPart], answers: Iterable[PresenceReply]) -> None:
         """Take in what workers report of their stores."""
         for part in parts:
             index = self._indexes.get(part.tier)
@@ -132,7 +132,7 @@ class RankTiers:
         """Whether workers must ask their stores."""
         return any(asked.has_questions for asked in self._asked.values())
 
-    def take_questions(self) -> dict[str, Question]:
+    def take_questions(self) -> dict[str, PresenceQuery]:
         """Return what workers must ask their stores with this step, by tier."""
         taken = ((name, asked.take_question()) for name, asked in self._asked.items())
         return {name: question for name, question in taken if question is not None}
@@ -357,7 +357,7 @@ class AskedTier:
     def _note_question(self) -> None:
         self.has_questions = True
 
-    def take_question(self) -> Question | None:
+    def take_question(self) -> PresenceQuery | None:
         """Return the chunks to ask for with this step; None for none."""
         now = self._clock()
         if now >= self._until_s:
@@ -369,7 +369,7 @@ class AskedTier:
         self._number += 1
         self._until_s = now + self._timeout_s
         self._open[self._number] = _Open(keys, [True] * len(keys), self._num_ranks)
-        return Question(self._number, keys)
+        return PresenceQuery(self._number, keys)
 
     def answer(self, number: int, present: Sequence[bool]) -> None:
         """Take in one rank's answer; a chunk is present if all ranks say so."""
@@ -426,7 +426,7 @@ class _Asked(NamedTuple):
 
     tier: str
     generation: str
-    question: Question
+    question: PresenceQuery
     table: dict[bytes, bool | None]
     """The presence of its keys, as far as that is known."""
     by_s: float
@@ -486,7 +486,7 @@ class WorkerPresence:
             self._completed.add(name)
         return part if changes or is_news else None
 
-    def ask(self, questions: Mapping[str, Question]) -> None:
+    def ask(self, questions: Mapping[str, PresenceQuery]) -> None:
         """Ask tiers that list nothing; their answers come with a later report."""
         for name, question in questions.items():
             tier = self._tiers[name]
@@ -494,7 +494,7 @@ class WorkerPresence:
             table = tier.ask_for(question.keys)
             self._questions.append(_Asked(name, self._generation, question, table, by_s))
 
-    def take_answers(self) -> list[Answer]:
+    def take_answers(self) -> list[PresenceReply]:
         """Return the answers that are known by now."""
         if not self._questions:
             return []
@@ -507,5 +507,5 @@ class WorkerPresence:
                 continue
             self._tiers[asked.tier].end_asking(asked.table)
             number, known = asked.question.number, list(map(bool, present))
-            answers.append(Answer(asked.tier, asked.generation, number, known))
+            answers.append(PresenceReply(asked.tier, asked.generation, number, known))
         return answers

@@ -11,7 +11,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
 from kvoffload.backends.base import Removal
 from kvoffload.connectors.jobs import JobTable, well_on_both
 from kvoffload.connectors.vllm.kv_caches import Write
-from kvoffload.connectors.vllm.rank_tiers import Answer, IndexPart, Question
+from kvoffload.connectors.vllm.rank_tiers import IndexPart, PresenceQuery, PresenceReply
 from kvoffload.identity import Fact
 from kvoffload.messages import BackendLoadStoreSpec, CPULoadStoreSpec, TransferResult
 from kvoffload.offload.base import Job
@@ -60,7 +60,7 @@ class StepMetadata(OffloadingConnectorMetadata):  # type: ignore[misc]  # untype
     emptied: tuple[str, str] | None = None
     """Set once after an operator's order: its name, which reports of the stores opened then have;
     and the tier that is emptied, "" for all."""
-    questions: dict[str, Question] = field(default_factory=dict)
+    questions: dict[str, PresenceQuery] = field(default_factory=dict)
     """Tier → chunks that each worker asks its store for."""
     asks_workers: bool = False
     """Set until the scheduler knows all workers: each answers with its :class:`WorkerInfo`."""
@@ -101,7 +101,7 @@ class WorkerReport(OffloadingWorkerMetadata):  # type: ignore[misc]  # untyped b
     """Tier → chunks that it removed by itself."""
     presence: list[IndexPart] = field(default_factory=list)
     """What appeared in the stores of each rank and what left them."""
-    answers: list[Answer] = field(default_factory=list)
+    answers: list[PresenceReply] = field(default_factory=list)
     """Each rank's answers to the scheduler's questions."""
     workers: dict[int, WorkerInfo] = field(default_factory=dict)
     """Rank → what it tells of itself, where the scheduler asked."""

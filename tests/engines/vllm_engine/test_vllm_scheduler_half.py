@@ -20,7 +20,7 @@ from vllm.v1.kv_offload.base import LookupResult, ReqContext
 from kvoffload import registry
 from kvoffload.backends.base import Removal
 from kvoffload.connectors.vllm import withheld_stores
-from kvoffload.connectors.vllm.rank_tiers import Answer, IndexPart
+from kvoffload.connectors.vllm.rank_tiers import IndexPart, PresenceReply
 from kvoffload.connectors.vllm.scheduler import (
     IDLE_S,
     KVOffloadScheduler,
@@ -262,7 +262,7 @@ def test_a_tier_that_one_rank_cannot_list_is_asked(monkeypatch):
     assert half.has_pending_push_work()
     question = half.tiers.take_questions()["disk"]
     assert question.keys == KEYS[:2]
-    answers = [Answer("disk", "", question.number, [True, rank == 0]) for rank in (0, 1)]
+    answers = [PresenceReply("disk", "", question.number, [True, rank == 0]) for rank in (0, 1)]
     both = WorkerReport()
     both.answers = answers[:1]
     other = WorkerReport()
