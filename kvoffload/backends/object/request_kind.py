@@ -12,8 +12,8 @@ from kvoffload.backends.object.share_breaker import ShareBreaker
 log = logging.getLogger(__name__)
 
 Verb = Literal["lookup", "read", "write"]
-SAY_AGAIN_S = 3600.0
-"""A failure of one reason is logged again after so long."""
+SAY_AGAIN_S = 600.0
+"""A failure of one reason is logged again after so long, also if the bucket comes and goes."""
 T = TypeVar("T")
 
 
@@ -33,6 +33,8 @@ class Requests:
         self._breaker = ShareBreaker()
         self._saying = threading.Lock()
         self._said_s: dict[str, float] = {}
+        self._owes_word = False
+        """Whether the log says that these requests pause."""
 
     @property
     def is_open(self) -> bool:
@@ -70,9 +72,10 @@ class Requests:
 
     def _succeeded(self, is_test: bool) -> None:
         if self._breaker.succeeded(is_test=is_test):
-            log.warning("object: the bucket answers again (%ss)", self._verb)
             with self._saying:
-                self._said_s.clear()
+                owed, self._owes_word = self._owes_word, False
+            if owed:
+                log.warning("object: the bucket answers again (%ss)", self._verb)
 
     def _failed(self, failure: Failure) -> None:
         is_answer = failure.reason.startswith("refused_")
@@ -88,7 +91,7 @@ class Requests:
         with self._saying:
             if now < self._said_s.get(failure.reason, -SAY_AGAIN_S) + SAY_AGAIN_S:
                 return
-            self._said_s[failure.reason] = now
+            self._said_s[failure.reason], self._owes_word = now, True
         if failure.is_vague:
             try:
                 self._ask_for_reason()

@@ -9,7 +9,8 @@ import pytest
 from kvoffload import open_backend
 from kvoffload.backends.object import admin
 from kvoffload.backends.object.bytes_in_flight import InFlightBytes
-from kvoffload.backends.object.failures import BUSY, CANCELLED, Failed
+from kvoffload.backends.object.failures import BUSY, CANCELLED, Failed, Failure
+from kvoffload.backends.object.request_kind import Requests
 from kvoffload.backends.object.share_breaker import ShareBreaker
 from kvoffload.testing.backends import filled, keys_of, slots
 from tests.support.s3_stand_in import Answer, S3StandIn
@@ -81,6 +82,23 @@ def test_after_a_test_without_a_chunk_the_next_failure_opens_the_breaker_for_lon
     assert not breaker.succeeded(), "it was closed"
     assert not breaker.failed()
     assert not breaker.is_open
+
+
+def test_a_bucket_that_comes_and_goes_is_said_once(caplog):
+    requests = Requests("read", lambda reason: None, lambda: None)
+    requests._breaker.pause_s = 0.0
+
+    def refused():
+        raise Failed(Failure("refused_forbidden", "grant it", "403 AccessDenied", is_lasting=True))
+
+    for _ in range(5):
+        with pytest.raises(Failed):
+            requests.ask(refused)
+        assert requests.ask(lambda: 1) == 1
+    said = [record.getMessage() for record in caplog.records]
+    assert len(said) == 2
+    assert "forbidden (403 AccessDenied); grant it" in said[0]
+    assert "answers again" in said[1]
 
 
 def held(bound, kind, nbytes, release, begun):
