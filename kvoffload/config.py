@@ -1,6 +1,7 @@
 """Settings: frozen structs, strict; an unknown key or a bad value is an error at start."""
 
 import difflib
+import os
 import re
 from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, overload
@@ -106,6 +107,10 @@ class OffloadConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     """Host memory for offloaded chunks, for this process; 0: chunks are kept on the tiers alone."""
     backends: tuple[BackendConfig, ...] = ()
     """Tiers below host memory, looked up in this order."""
+    serve: str = ""
+    """The socket of the host's server (``kvoffload serve``), in place of ``backends``: one tier,
+    named ``serve``, that all engines of this host share. While there is no server, all is a miss
+    there."""
     # By a factory: a schema cannot show a default that is no plain number.
     staging_bytes: Bytes = msgspec.field(default_factory=lambda: ByteSize(256 << 20))
     """Host memory that chunks pass through on their way to the tiers and back if ``cpu_bytes`` is
@@ -174,7 +179,12 @@ class OffloadConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     unless the process has a tracer provider."""
 
     def __post_init__(self) -> None:
-        if not self.cpu_bytes and not self.backends:
+        if self.serve and self.backends:
+            remedy = "takes the place of backends: name these in the server's settings"
+            raise ConfigError("serve", self.serve, remedy)
+        if self.serve:
+            check_socket_path("serve", self.serve)
+        if not self.cpu_bytes and not self.has_tiers:
             raise ConfigError("cpu_bytes", 0, "keeps nothing in host memory: name a tier, or more")
         if self.blocks_per_chunk != "auto" and self.blocks_per_chunk < 1:
             raise ConfigError("blocks_per_chunk", self.blocks_per_chunk, "must be at least 1")
@@ -195,18 +205,40 @@ class OffloadConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
             if not 0 < getattr(self, name) <= _LONGEST_S:
                 remedy = f"must be a positive, finite number of seconds, at most {_LONGEST_S:g}"
                 raise ConfigError(name, getattr(self, name), remedy)
-        if self.metrics_port is not None and not 1 <= self.metrics_port <= 65535:
-            raise ConfigError("metrics_port", self.metrics_port, "must be 1 to 65535, or null")
+        check_metrics_port(self.metrics_port)
         setting, host_bytes = self.host_memory
         if self.max_inflight_bytes is not None and self.max_inflight_bytes > host_bytes:
             remedy = f"write-through pins host memory: at most {setting}, {human_bytes(host_bytes)}"
             raise ConfigError("max_inflight_bytes", human_bytes(self.max_inflight_bytes), remedy)
 
     @property
+    def has_tiers(self) -> bool:
+        """Whether there is anything below host memory."""
+        return bool(self.backends or self.serve)
+
+    @property
     def host_memory(self) -> tuple[str, ByteSize]:
         """The setting that says how much host memory to take, and how much that is."""
         name = "cpu_bytes" if self.cpu_bytes else "staging_bytes"
         return name, getattr(self, name)
+
+
+_LONGEST_PATH = 107
+"""Bytes of a socket's path: the kernel takes no more."""
+
+
+def check_socket_path(field: str, path: str) -> None:
+    """Refuse what cannot be the path of a socket; raises ConfigError."""
+    if not os.path.isabs(path) or "\0" in path:
+        raise ConfigError(field, path, "must be an absolute path, such as /run/kvoffload/s")
+    if len(os.fsencode(path)) > _LONGEST_PATH:
+        raise ConfigError(field, path, f"is too long for a socket: {_LONGEST_PATH} bytes at most")
+
+
+def check_metrics_port(port: int | None) -> None:
+    """Refuse a number that is no port; raises ConfigError."""
+    if port is not None and not 1 <= port <= 65535:
+        raise ConfigError("metrics_port", port, "must be 1 to 65535, or null")
 
 
 _Config = TypeVar("_Config", bound=OffloadConfig)
@@ -229,8 +261,12 @@ def parse_config(
     """
     if not isinstance(raw, Mapping):
         raise ConfigError("config", raw, "must be an object of settings")
-    data = dict(raw)
-    backends = data.get("backends", [])
+    return convert({**raw, "backends": read_tiers(raw)}, kind)
+
+
+def read_tiers(raw: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the tiers of plain settings, each a type with its options; raises ConfigError."""
+    backends = raw.get("backends", [])
     if not isinstance(backends, (list, tuple)):
         raise ConfigError("backends", HIDDEN, "must be a list of objects with a 'type'")
     tiers: list[dict[str, Any]] = []
@@ -240,8 +276,7 @@ def parse_config(
             raise ConfigError(f"backends[{i}]", HIDDEN, "must be an object with a 'type'")
         options = {k: v for k, v in tier.items() if k != "type"}
         tiers.append({"type": tier["type"], "options": options})
-    data["backends"] = tiers
-    return convert(data, kind)
+    return tiers
 
 
 _T = TypeVar("_T", bound=msgspec.Struct)

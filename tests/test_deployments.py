@@ -4,19 +4,23 @@ import json
 import re
 import shutil
 import subprocess
+import tomllib
 from pathlib import Path
 
 import pytest
 
-from kvoffload.config import parse_config
+from kvoffload.config import ByteSize, parse_config
 from kvoffload.config_sources import read_file
 from kvoffload.connectors.vllm.start import VllmConfigSettings
+from kvoffload.io.service.settings import read_serve_config
 from kvoffload.registry import check_plugins
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
-VERIFY = "kvoffload-verify.service"
+VERIFY, SERVER = "kvoffload-verify.service", "kvoffload-serve.service"
 UNITS = ["vllm.service", "mnt-kvoffload.mount"]
-UNITS += sorted(path.name for path in (EXAMPLES / "systemd").glob("kvoffload-*.*"))
+UNITS += sorted(
+    path.name for path in (EXAMPLES / "systemd").glob("kvoffload-*") if path.suffix != ".toml"
+)
 
 
 def is_right(settings):
@@ -44,7 +48,7 @@ def test_systemd_accepts_the_units(unit, tmp_path):
 
 
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd-analyze is missing")
-@pytest.mark.parametrize(("unit", "at_most"), [("vllm.service", 89), (VERIFY, 20)])
+@pytest.mark.parametrize(("unit", "at_most"), [("vllm.service", 89), (VERIFY, 20), (SERVER, 30)])
 def test_the_units_may_do_little(unit, at_most):
     """The exposure that systemd computes, of 100; a unit without any setting has 92 to 96."""
     path = EXAMPLES / "systemd" / unit
@@ -76,6 +80,41 @@ def test_an_operator_finds_the_engine_of_the_unit_whose_tmp_is_its_own():
     assert f"Environment={variable}\n" in unit
     text = (EXAMPLES / "systemd" / "README.md").read_text()
     assert f"sudo -u vllm env {variable} /opt/vllm/bin/kvoffload cache list" in text
+
+
+def test_the_socket_of_the_unit_is_that_of_the_servers_settings():
+    settings = read_serve_config(read_file(str(EXAMPLES / "systemd" / "kvoffload-serve.toml")))
+    socket, service = (
+        (EXAMPLES / "systemd" / f"kvoffload-serve.{kind}").read_text()
+        for kind in ("socket", "service")
+    )
+    assert f"ListenStream={settings.socket}\n" in socket
+    assert "SocketUser=vllm\nSocketMode=0600\n" in socket
+    assert "User=vllm\n" in service
+    assert f"ReadWritePaths={settings.backends[0].options['root']}\n" in service
+    text = (EXAMPLES / "systemd" / "README.md").read_text()
+    assert f'serve = "{settings.socket}"' in text
+    assert is_right({"cpu_bytes": "1GiB", "serve": settings.socket})
+
+
+def test_the_server_of_the_manifest_is_where_its_settings_say():
+    yaml = pytest.importorskip("yaml", reason="PyYAML is not installed")
+    parts = list(yaml.safe_load_all((EXAMPLES / "kubernetes" / "serve.yaml").read_text()))
+    settings = read_serve_config(tomllib.loads(parts[0]["data"]["serve.toml"]))
+    pod = parts[1]["spec"]["template"]["spec"]
+    (server,) = pod["containers"]
+    mounts = {mount["mountPath"]: mount["name"] for mount in server["volumeMounts"]}
+    assert set(mounts.values()) == {volume["name"] for volume in pod["volumes"]}
+    root = settings.backends[0].options["root"]
+    folder = str(Path(settings.socket).parent)
+    assert folder in mounts
+    assert str(Path(root).parent) in mounts
+    assert {root, folder} < set(pod["initContainers"][0]["command"])
+    assert Path(server["command"][-1]).name in parts[0]["data"]
+    limit = ByteSize.parse(server["resources"]["limits"]["memory"])
+    assert settings.memory < limit
+    vllm = list(yaml.safe_load_all((EXAMPLES / "kubernetes" / "vllm.yaml").read_text()))
+    assert pod["securityContext"] == vllm[1]["spec"]["template"]["spec"]["securityContext"]
 
 
 def pod_labels(deployment):

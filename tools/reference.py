@@ -79,6 +79,7 @@ def settings() -> Iterator[str]:
     from kvoffload.config import OffloadConfig
     from kvoffload.connectors.sglang.hicache_settings import HiCacheSettings
     from kvoffload.connectors.vllm.start import VllmConfigSettings
+    from kvoffload.io.service.settings import ServeConfig
 
     yield from _begin(
         "Settings",
@@ -109,8 +110,9 @@ and prints their JSON Schema. Passwords belong in the variable or file that `pas
     yield from _section(
         "SGLang only",
         """
-`--hicache-storage-backend-extra-config` takes these keys, and `backends`, `staging_bytes`, `io`,
-`load_timeout_s`, `store_timeout_s` and `lookup_timeout_s`. The timeouts are of one call of SGLang.
+`--hicache-storage-backend-extra-config` takes these keys, and `backends`, `serve`, `io`,
+`staging_bytes`, `load_timeout_s`, `store_timeout_s` and `lookup_timeout_s`. The timeouts are of one
+call of SGLang.
 """,
     )
     yield from struct_fields(HiCacheSettings, leave_out=engine)
@@ -131,6 +133,14 @@ These keys are next to `"type": "{name}"` in an entry of `backends`.
 """,
         )
         yield from struct_fields(options, f"{name}: ")
+    yield from _section(
+        "Server of a host",
+        """
+`kvoffload serve --config FILE` reads these keys. [The guide](../guides/serve.md) says how to choose
+them.
+""",
+    )
+    yield from struct_fields(ServeConfig, "server: ")
     yield from _section(
         "Hints of a request",
         """
@@ -222,7 +232,7 @@ def shown_default(field: Any) -> str:
 
 def metrics() -> Iterator[str]:
     """Yield the lines of the page of metrics."""
-    from kvoffload.metrics.names import METRICS, PREFIX
+    from kvoffload.metrics.names import METRICS, PREFIX, SERVER_METRICS, Metric
 
     yield from _begin("Metrics", "What a Prometheus server scrapes, and what the labels mean.")
     yield from _section(
@@ -239,13 +249,27 @@ and bytes in flight, and no capacity. `kvoffload_hit_tokens` counts tokens that 
 HiCache. `kvoffload_stores_dropped` has an empty `tier`, and `kvoffload_events` counts pages.
 """,
     )
-    rows = (
-        (f"`{PREFIX}{name}`", m.kind, _codes(m.labels), m.unit, m.text)
-        for name, m in METRICS.items()
-    )
-    yield from table(("metric", "kind", "labels", "unit", "meaning"), rows)
+
+    def listed(found: dict[str, Metric]) -> Iterator[str]:
+        rows = (
+            (f"`{PREFIX}{name}`", m.kind, _codes(m.labels), m.unit, m.text)
+            for name, m in found.items()
+        )
+        return table(("metric", "kind", "labels", "unit", "meaning"), rows)
+
+    yield from listed(METRICS)
     yield from ("", "The labels:", "")
     yield from table(("label", "values"), texts()["metrics"]["labels"])
+    yield from _section(
+        "The server of a host",
+        """
+The page of `metrics_port` of [`kvoffload serve`](../guides/serve.md) has these. It also has
+`kvoffload_resident_bytes` and `kvoffload_capacity_bytes` of its `memory` and of each backend, and
+their counters as `kvoffload_tier_events`. An engine's own page has the whole server's
+bytes and counters as those of its tier `serve`. Do not add up those of several engines.
+""",
+    )
+    yield from listed(SERVER_METRICS)
     for part in texts()["metrics"]["sections"]:
         yield from ("", f"## {part['title']}", "", *part["text"].strip().splitlines(), "")
         yield from table(("metric", "meaning"), part["rows"]) if part["rows"] else ()

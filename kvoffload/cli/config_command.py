@@ -13,6 +13,7 @@ import typer
 from kvoffload.backends.admin import Finding
 from kvoffload.backends.key_files import ENCRYPTION, Encryption, without
 from kvoffload.cli.output import console, say, table_of
+from kvoffload.cli.server_check import server_findings
 from kvoffload.cli.stores import AsJson, opened
 from kvoffload.config import (
     SIZE_SCHEMA,
@@ -104,7 +105,8 @@ def check(
 def _verdict(config: OffloadConfig, failed: list[str]) -> str:
     if failed:
         return f"no setting is wrong, but a tier failed: {', '.join(failed)}"
-    tiers = ", ".join(tier.type for tier in config.backends) or "none"
+    named = ["serve"] if config.serve else [tier.type for tier in config.backends]
+    tiers = ", ".join(named) or "none"
     host = human_bytes(config.host_memory[1])
     return f"the settings are right; host memory: {host}, tiers: {tiers}"
 
@@ -266,7 +268,7 @@ def _of_sglang(extra: Mapping[str, Any]) -> Iterator[str]:
 
 def examined(config: OffloadConfig) -> dict[str, list[Finding]]:
     """Examine each tier, as far as its backend offers it."""
-    findings = {}
+    findings = {f"serve {config.serve}": server_findings(config.serve)} if config.serve else {}
     for i, tier in enumerate(config.backends):
         name = f"backends[{i}] {tier.type}"
         if not offers(tier.type, "doctor"):

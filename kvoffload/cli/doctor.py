@@ -8,6 +8,7 @@ import typer
 from kvoffload.backends.admin import Finding
 from kvoffload.cli.config_command import Engine, ForEngine, checked, examined, print_json
 from kvoffload.cli.output import console, plain, say, table_of
+from kvoffload.cli.server_check import is_socket, server_findings
 from kvoffload.cli.stores import AsJson, Kind, Settings, Target, run_on
 from kvoffload.errors import ConfigError
 
@@ -30,17 +31,17 @@ def command(
 ) -> None:
     """Examine a store, or all tiers of an engine's settings, with verdicts and remedies.
 
-    It tries reachability, settings, rights and speed.
+    It tries reachability, settings, rights and speed. Of a server's socket it tries to attach.
     Nothing that is stored is changed, evicted or repaired. Run it as the user of the engines.
 
     Exit codes: 0 fit, perhaps with warnings; 1 something failed; 2 wrong usage or settings.
     """
-    if config is None:
+    if config is None and target and not kind and is_socket(target):
+        findings = server_findings(target)
+        _tell(findings, as_json)
+    elif config is None:
         findings = run_on("doctor", target, kind, option, lambda store: store.diagnose())
-        if as_json:
-            print(json.dumps({"findings": [finding._asdict() for finding in findings]}))
-        else:
-            _show(findings)
+        _tell(findings, as_json)
     elif target or kind or option:
         raise ConfigError("--config", config, "names all stores: leave target, --type and -o out")
     else:
@@ -61,6 +62,13 @@ def _of_settings(given: str, engine: Engine, as_json: bool) -> list[Finding]:
             say(name)
             _show(tier)
     return [each for tier in by_tier.values() for each in tier]
+
+
+def _tell(findings: list[Finding], as_json: bool) -> None:
+    if as_json:
+        print(json.dumps({"findings": [finding._asdict() for finding in findings]}))
+    else:
+        _show(findings)
 
 
 def _show(findings: list[Finding]) -> None:

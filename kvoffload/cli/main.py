@@ -18,6 +18,7 @@ COMMANDS: dict[str, str] = {
     "demo": "Serve long prompts again from host memory and, after a kill, from disk.",
     "bench": "Measure, each row beside the limit taken in the same run.",
     "replay": "Replay a trace through eviction policies, beside Belady's bound.",
+    "serve": "Serve all engines of this host from one memory and one set of stores.",
     "top": "Show what an engine's tiers do now, or how full a store is.",
     "cache": "Look into the cache of an engine that runs here, or empty it.",
     "config": "Check, show or describe the settings of an engine.",

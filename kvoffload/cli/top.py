@@ -32,6 +32,7 @@ _PIECE_BYTES = 64 << 10
 LONGEST_LINE = 4096
 """Characters of a line; a longer one is left out."""
 MOST_TIERS = 64
+MOST_ENGINES = 1024
 _SERIES = re.compile(r"(?:vllm:)?(kvoffload_\w+)(?:\{(.*)\})? (\S+)(?: \d+)?")
 _LABEL = re.compile(r'\b(\w++)="((?:[^"\\]|\\.)*+)"')
 _PORT = re.compile(r"[\w.-]+:\d+(?:/.*)?|\[[\da-fA-F:.]+\]:\d+(?:/.*)?")
@@ -65,9 +66,14 @@ OF_ENGINE = {
     ALL: "lookups",
     **{page_name(name): name for name in (
         names.SAVED_PREFILL_TOKENS, names.IO_RESTARTS, names.TRANSFER_FAILURES,
-        names.QUEUE_REQUESTS, names.QUEUE_KEPT_BYTES,
+        names.QUEUE_REQUESTS, names.QUEUE_KEPT_BYTES, names.ENGINES,
     )},
 }  # fmt: skip
+OF_ATTACHED = {
+    page_name(names.ENGINE_LOAD_BYTES): "load_bytes",
+    page_name(names.ENGINE_STORE_BYTES): "store_bytes",
+}
+"""Metric of an engine at the server of its host → its name here."""
 
 
 @dataclass
@@ -77,13 +83,16 @@ class Reading:
     when_s: float = field(default_factory=time.monotonic)
     tiers: dict[str, dict[str, float]] = field(default_factory=dict)
     totals: dict[str, float] = field(default_factory=dict)
+    attached: dict[str, dict[str, float]] = field(default_factory=dict)
+    """Of a server: its engines, by their processes."""
     notes: list[str] = field(default_factory=list)
     """What a store says of itself, for people."""
 
     @property
     def plain(self) -> dict[str, Any]:
         """The figures as JSON has them."""
-        return {"tiers": self.tiers, **self.totals}
+        attached = {"attached": self.attached} if self.attached else {}
+        return {"tiers": self.tiers, **attached, **self.totals}
 
 
 def command(
@@ -179,14 +188,18 @@ def of_page(page: str) -> Reading:
         ConfigError: it has more tiers than any engine.
     """
     sums: dict[tuple[str, str], float] = defaultdict(float)
+    attached: dict[str, dict[str, float]] = {}
     for name, labels, value in _series(page):
+        if name in OF_ATTACHED:
+            attached.setdefault(labels.get("engine", ""), {})[OF_ATTACHED[name]] = value
+            continue
         tier = labels.get("tier", "")
         sums[name, tier] += value
         if name == LOOKUPS:
             sums[ALL, ""] += value
             if labels.get("result") == "hit":
                 sums[HITS, tier] += value
-    reading = Reading()
+    reading = Reading(attached=attached)
     for (metric, tier), value in sums.items():
         if tier and metric in OF_TIERS:
             reading.tiers.setdefault(tier, {})[OF_TIERS[metric]] = value
@@ -194,6 +207,8 @@ def of_page(page: str) -> Reading:
             reading.totals[OF_ENGINE[metric]] = value
         if len(reading.tiers) > MOST_TIERS:
             raise ConfigError("target", "page", f"has more than {MOST_TIERS} tiers")
+    if len(attached) > MOST_ENGINES:
+        raise ConfigError("target", "page", f"has more than {MOST_ENGINES} engines")
     return reading
 
 
@@ -243,8 +258,23 @@ def _shown(now: Reading, last: Reading | None) -> RenderableType:
     if moves:
         numbers = [f"{title}/s" if last else title for title in COLUMNS.values()]
         parts.append(table_of(["tier", *numbers], moves, numbers=numbers))
+    if now.attached:
+        parts.append(_attached(now, last, seconds))
     parts += [plain(line) for line in (*_lines(now), *now.notes)]
     return Group(*parts)
+
+
+def _attached(now: Reading, last: Reading | None, seconds: float) -> RenderableType:
+    """Return the table of a server's engines: what each has loaded and stored."""
+    rows = []
+    for pid, moved in sorted(now.attached.items()):
+        before = last.attached.get(pid, {}) if last else {}
+        cells = [
+            human_bytes(_grown(moved, before, name) / seconds) for name in OF_ATTACHED.values()
+        ]
+        rows.append([pid, *cells])
+    titles = [f"{title}/s" if last else title for title in ("loaded", "stored")]
+    return table_of(["engine", *titles], rows, numbers=titles)
 
 
 def _grown(after: Mapping[str, float], before: Mapping[str, float], name: str) -> float:

@@ -6,7 +6,9 @@ from collections.abc import Mapping
 
 from kvoffload import registry
 from kvoffload.config import BackendConfig, OffloadConfig
+from kvoffload.errors import ConfigError
 from kvoffload.identity import Fact, namespace, readable
+from kvoffload.io.attached import AttachedServer
 from kvoffload.io.client import IOClient
 from kvoffload.io.forms import Form, ServerProcess, ServerThread, check_interpreter
 from kvoffload.io.protocol import VERSION, Open, TierSettings
@@ -19,8 +21,14 @@ _NO_PROCESS = (
 )
 
 
+SERVE = "serve"
+"""The name of the tier that a server of the host is."""
+
+
 def tier_names(config: OffloadConfig) -> list[tuple[str, BackendConfig]]:
     """Name each configured tier: by its type; a second one of a type by its place as well."""
+    if config.serve:
+        return [(SERVE, BackendConfig(SERVE))]
     named: dict[str, BackendConfig] = {}
     for i, wanted in enumerate(config.backends):
         named[wanted.type if wanted.type not in named else f"{wanted.type}{i}"] = wanted
@@ -55,6 +63,9 @@ class TierIO:
         self._opening = (chunk_bytes, slot_bytes)
         self._fd: int | None = None
         setting, _ = config.host_memory
+        if config.serve:
+            self._attach(num_slots, slot_bytes, facts)
+            return
         if config.backends and config.io == "process":
             try:
                 check_interpreter()
@@ -72,12 +83,38 @@ class TierIO:
         if config.backends:
             self._start(lambda: ServerThread(slab.slot(0, slab.num_bytes)), facts)
 
+    def _attach(self, num_slots: int, slot_bytes: int, facts: Mapping[str, Fact]) -> None:
+        """Use the server of this host, now or when there is one."""
+        path, (setting, _) = self._config.serve, self._config.host_memory
+        try:
+            self._fd = fd = create_shared_memory(num_slots * slot_bytes, setting)
+        except OSError as error:
+            raise ConfigError(SERVE, path, f"cannot be used: {error}") from error
+        try:
+            self.slab = Slab(num_slots, slot_bytes, fd)
+            tiers = [TierSettings(SERVE, SERVE, {}, "serve.")]
+            self._open(lambda: AttachedServer(path, fd), tiers, facts, needs_server=False)
+        except BaseException:
+            self.close()
+            raise
+
     def _start(self, start: Form, facts: Mapping[str, Fact]) -> None:
-        config, tiers = self._config, []
-        for i, (name, wanted) in enumerate(tier_names(config)):
+        tiers = []
+        for i, (name, wanted) in enumerate(tier_names(self._config)):
             where = f"backends[{i}]."
             registry.read_options(wanted.type, wanted.options, where)  # before anything is started
             tiers.append(TierSettings(name, wanted.type, wanted.options, where))
+        self._open(start, tiers, facts, needs_server=True)
+
+    def _open(
+        self,
+        start: Form,
+        tiers: list[TierSettings],
+        facts: Mapping[str, Fact],
+        *,
+        needs_server: bool,
+    ) -> None:
+        config = self._config
         opening = Open(
             VERSION,
             tiers,
@@ -87,7 +124,8 @@ class TierIO:
             config.lookup_timeout_s,
             hint_share=config.hint_share,
         )
-        self.client = IOClient(start, opening, config.load_timeout_s, config.store_timeout_s)
+        limits = config.load_timeout_s, config.store_timeout_s
+        self.client = IOClient(start, opening, *limits, needs_server=needs_server)
 
     def close(self, timeout_s: float = 5.0) -> None:
         """Close the stores and end the I/O server. Idempotent."""

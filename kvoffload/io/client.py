@@ -15,7 +15,7 @@ from kvoffload.errors import ConfigError
 from kvoffload.identity import short
 from kvoffload.io.backoff import Backoff
 from kvoffload.io.deadlines import IDLE_TICK_S, PATIENT_S, TICK_S, IOJob, IOJobs, Listener
-from kvoffload.io.forms import Form
+from kvoffload.io.forms import Form, Peer
 from kvoffload.io.link import Link
 from kvoffload.io.protocol import (
     Alive,
@@ -47,6 +47,8 @@ SILENT_S = 10.0
 """How long a server may be silent, with a cancelled job or stores to open, before it is killed."""
 KILLED_S = 1.0
 """How long a killed server may take to end before it is abandoned."""
+MEET_S = 5.0
+"""How long the start waits for a server that need not be there."""
 OPEN_S = 60.0
 """How long opening all stores may take."""
 
@@ -59,6 +61,8 @@ class IOClient:
         opening: what to open.
         load_timeout_s: how long a load may go on; see :mod:`kvoffload.io.deadlines`.
         store_timeout_s: how long a store may take.
+        needs_server: whether there must be a server at the start. If not, all is a miss until one
+            is there, as after the death of a server.
 
     Raises:
         ConfigError: the stores cannot be opened.
@@ -66,7 +70,13 @@ class IOClient:
     """
 
     def __init__(
-        self, start: Form, opening: Open, load_timeout_s: float, store_timeout_s: float
+        self,
+        start: Form,
+        opening: Open,
+        load_timeout_s: float,
+        store_timeout_s: float,
+        *,
+        needs_server: bool = True,
     ) -> None:
         self.died = 0
         """Servers that ended by themselves."""
@@ -87,8 +97,11 @@ class IOClient:
         self._jobs = IOJobs(self._link.lock, lambda number: self._link.send(frame(Cancel(number))))
         self._is_opening = self._is_starting = True
         """Whether stores are yet to open; whether one's constructor may keep the server silent."""
-        self._is_started = False
+        self._is_started = not needs_server
         """Whether the stores were open once: then a server that dies is started again."""
+        self._peer: Peer | None = None
+        self._why_down = ""
+        """Why no server could be started: it is logged once."""
         self._has_spoken = False
         """Whether any server has said anything."""
         self._settled = threading.Condition()
@@ -102,13 +115,16 @@ class IOClient:
         self._close_by_s: float | None = None
         self._thread = threading.Thread(target=self._run, name="kvoffload-io-client", daemon=True)
         try:
-            self._connect()
+            (self._connect if needs_server else self._try_to_connect)()
             self._thread.start()
         except BaseException:
             self._link.close()
             raise
         try:
-            self._await_stores(OPEN_S)
+            if needs_server:
+                self._await_stores(OPEN_S)
+            else:
+                self._meet_server()
         except BaseException:
             self.close(KILLED_S)
             raise
@@ -208,7 +224,7 @@ class IOClient:
     @property
     def server(self) -> str:
         """The server's form, and the id of its process."""
-        return str(self._peer)
+        return str(self._peer or "no server")
 
     def renew(
         self,
@@ -260,6 +276,13 @@ class IOClient:
                 tier.reset()
                 tier.refused()
 
+    def _meet_server(self) -> None:
+        """Wait for a server that is there, but not long; raises the refusal of one that refuses."""
+        with self._settled:
+            self._settled.wait_for(lambda: self._is_settled or not self._link.is_up, MEET_S)
+        if isinstance(self._refusal, ConfigError):
+            raise self._refusal
+
     def _await_stores(self, timeout_s: float) -> None:
         with self._settled:
             is_settled = self._settled.wait_for(lambda: self._is_settled, timeout_s)
@@ -267,10 +290,10 @@ class IOClient:
             raise self._refusal
         if not self._has_spoken:
             what = "ended" if is_settled else f"was silent for {timeout_s:g} s"
-            raise OSError(f"{self._peer} {what} before it said anything; its output says more")
+            raise OSError(f"{self.server} {what} before it said anything; its output says more")
         if not self._are_stores_open:
             what = "ended before it had opened" if is_settled else f"took {timeout_s:g} s to open"
-            raise ConfigError("io", str(self._peer), f"{what} the tiers; its log says more")
+            raise ConfigError("io", self.server, f"{what} the tiers; its log says more")
         self._is_started = True
 
     @property
@@ -303,7 +326,7 @@ class IOClient:
                 if is_woken:
                     self._ask()
             except Exception:
-                log.exception("%s cannot be understood", self._peer)
+                log.exception("%s cannot be understood", self.server)
                 data = b""
             if data == b"":
                 self._lost()
@@ -380,7 +403,8 @@ class IOClient:
             return
         # A server that starts, on a busy machine or a slow disk, would be as late the next time.
         silent_s = OPEN_S if self._is_starting else SILENT_S
-        if since_s is not None and now_s >= max(since_s, self._heard_s) + silent_s:
+        is_silent = since_s is not None and now_s >= max(since_s, self._heard_s) + silent_s
+        if is_silent and self._peer is not None:
             what = "it is killed" if self._peer.kill() else "it cannot be ended"
             log.error("%s has been silent for %g s; %s", self._peer, silent_s, what)
             self._heard_s = now_s
@@ -397,30 +421,41 @@ class IOClient:
             job.fail("shutdown" if is_closing else "io_died", settled=False)
         if is_closing:
             return
-        self._peer.kill()
+        if self._peer is not None:
+            self._peer.kill()
+        self._tell_waiting()
         if not self._is_started:
-            self._tell_waiting()
             return
         self.died += 1
-        log.error("%s died with %d jobs; it is started again", self._peer, len(jobs))
+        text = "%s died with %d jobs; all is a miss until it is started again"
+        log.error(text, self.server, len(jobs))
         self._backoff.died()
 
     def _restart(self) -> None:
         """Start a server again, once the last one has ended and the backoff is over."""
-        if not self._is_started or not self._peer.wait(0):
+        if not self._is_started or not self._has_ended:
             return
         self._jobs.release()
-        if not self._backoff.is_over:
-            return
+        if self._backoff.is_over:
+            self._try_to_connect()
+
+    @property
+    def _has_ended(self) -> bool:
+        """Whether no server uses any slot any more."""
+        return self._peer is None or self._peer.wait(0)
+
+    def _try_to_connect(self) -> None:
         try:
             self._connect()
-        except Exception as error:  # no descriptors, no memory, no threads
-            log.error("the I/O server cannot be started again: %s", error)
+        except Exception as error:  # no descriptors, no memory, no threads; no server of the host
+            if str(error) != self._why_down:
+                self._why_down = str(error)
+                log.error("there is no I/O server, and all is a miss until there is: %s", error)
             self._backoff.failed()
 
     def _connect(self) -> None:
         self._peer, self._is_starting = self._start(), True
-        self._heard_s = time.monotonic()
+        self._heard_s, self._why_down = time.monotonic(), ""
         self._backoff.started()
         with self._link.lock:  # a renewal either changes what is sent here, or comes after it
             self._link.attach(self._peer.sock)
@@ -433,13 +468,13 @@ class IOClient:
         left_s = (self._close_by_s or 0.0) - time.monotonic()
         if self._link.is_up:
             self._link.end_sending()
-        elif self._peer.wait(0):
+        elif self._has_ended:
             self._jobs.release()
             return True
-        if left_s < 0:
+        if left_s < 0 and self._peer is not None:
             self._peer.kill()
         if left_s >= -KILLED_S:
             return False
-        log.warning("%s still hung at shutdown; it is abandoned", self._peer)
+        log.warning("%s still hung at shutdown; it is abandoned", self.server)
         self._lost()
         return True

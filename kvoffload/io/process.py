@@ -49,12 +49,7 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C is for the engine
     # The death of the engine continues a stopped process, which then ends.
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGCONT)
-    with contextlib.suppress(OSError):  # containers may forbid it
-        if os.sched_getscheduler(0) == os.SCHED_OTHER:  # another was chosen on purpose
-            # A message must not interrupt the thread that sent it, where no core is idle.
-            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
-            # Nor must the engine's thread wait for a core until a slice of this process is over.
-            os.setpriority(os.PRIO_PROCESS, 0, max(NICE, os.getpriority(os.PRIO_PROCESS, 0)))
+    give_way()
     sock = socket.socket(fileno=socket_fd)
     slab = mmap.mmap(slab_fd, 0)
     os.close(slab_fd)
@@ -72,6 +67,16 @@ def main() -> None:
         traceback.print_exc()
         os._exit(1)
     os._exit(0)
+
+
+def give_way() -> None:
+    """Let engines have the cores first; for threads that are started from now on."""
+    with contextlib.suppress(OSError):  # containers may forbid it
+        if os.sched_getscheduler(0) == os.SCHED_OTHER:  # another was chosen on purpose
+            # A message must not interrupt the thread that sent it, where no core is idle.
+            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+            # Nor must the engine's thread wait for a core until a slice of this process is over.
+            os.setpriority(os.PRIO_PROCESS, 0, max(NICE, os.getpriority(os.PRIO_PROCESS, 0)))
 
 
 def _end_with(engine_pid: int, sock: socket.socket) -> None:

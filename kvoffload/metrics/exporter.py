@@ -26,7 +26,7 @@ except ImportError as error:
     ) from error
 
 import kvoffload
-from kvoffload.metrics.names import METRICS, PREFIX
+from kvoffload.metrics.names import PREFIX, metric_of
 from kvoffload.metrics.samples import BUCKETS_S, Durations, Sample, samples_of
 
 TRIES = 5
@@ -61,7 +61,7 @@ class Exporter(Collector):
         for name, labels, value in self._latest():
             family = families.get(name)
             if family is None:
-                metric = METRICS[name]
+                metric = metric_of(name)
                 family = _FAMILIES[metric.kind](PREFIX + name, metric.text, labels=metric.labels)
                 families[name] = family
             if isinstance(value, Durations):

@@ -26,17 +26,29 @@ class Metric(NamedTuple):
 
 
 METRICS: dict[str, Metric] = {}
-"""Every metric, by its name."""
+"""Every metric of an engine, by its name."""
+SERVER_METRICS: dict[str, Metric] = {}
+"""Those that the server of a host has instead: they tell its engines apart."""
 
 
 def page_name(name: str) -> str:
     """Return the name of a gauge or counter on a page of Prometheus."""
-    return PREFIX + name + ("_total" if METRICS[name].kind == "counter" else "")
+    return PREFIX + name + ("_total" if metric_of(name).kind == "counter" else "")
+
+
+def metric_of(name: str) -> Metric:
+    """Return a metric of an engine or of the server of a host."""
+    return METRICS.get(name) or SERVER_METRICS[name]
 
 
 def _metric(kind: Kind, name: str, labels: str, unit: str, text: str, of_ranks: Ranks = "") -> str:
     ranks = of_ranks or ("largest" if kind == "gauge" else "sum")
     METRICS[name] = Metric(kind, tuple(labels.split()), unit, text, ranks)
+    return name
+
+
+def _server_metric(kind: Kind, name: str, labels: str, unit: str, text: str) -> str:
+    SERVER_METRICS[name] = Metric(kind, tuple(labels.split()), unit, text, "sum")
     return name
 
 
@@ -113,4 +125,18 @@ TIER_EVENTS = _counter("tier_events", "tier reason", "events",
     "What tiers counted, by name.")
 EVENTS = _counter("events", "event", "events",
     "What the connector and its manager counted besides, by name.")
+ENGINES = _server_metric("gauge", "engines", "", "engines",
+    "Engines, or ranks of them, that are attached to the server of the host.")
+ENGINE_LOAD_BYTES = _server_metric("counter", "engine_load_bytes", "engine", "bytes",
+    "Bytes that the server of the host has read for an engine, named by its process.")
+ENGINE_LOAD_CHUNKS = _server_metric("counter", "engine_load_chunks", "engine", "chunks",
+    "Chunks that it has read for an engine.")
+ENGINE_LOAD_SECONDS = _server_metric("histogram", "engine_load_seconds", "engine", "seconds",
+    "Durations of these reads, a batch each.")
+ENGINE_STORE_BYTES = _server_metric("counter", "engine_store_bytes", "engine", "bytes",
+    "Bytes that the server of the host has written for an engine.")
+ENGINE_STORE_CHUNKS = _server_metric("counter", "engine_store_chunks", "engine", "chunks",
+    "Chunks that it has written for an engine.")
+ENGINE_STORE_SECONDS = _server_metric("histogram", "engine_store_seconds", "engine", "seconds",
+    "Durations of these writes, a batch each.")
 # fmt: on

@@ -27,9 +27,12 @@ class SmallEngine:
         kv_caches: of 64 blocks.
         new_request: makes a request of a name.
         backends: settings of the tiers.
+        model: an engine of another one does not find its chunks.
     """
 
-    def __init__(self, kv_caches, new_request, *backends, slots=12, io="process", **settings):
+    def __init__(
+        self, kv_caches, new_request, *backends, slots=12, io="process", model="m", **settings
+    ):
         config = {
             "cpu_bytes": 0,
             "staging_bytes": slots * SLOT,
@@ -41,7 +44,7 @@ class SmallEngine:
             "store_timeout_s": 10.0,
             **settings,
         }
-        self.connector = LocalConnector(config, kv_caches, block_size=BLOCK, facts={"model": "m"})
+        self.connector = LocalConnector(config, kv_caches, block_size=BLOCK, facts={"model": model})
         self.caches = kv_caches
         self.truth = {}
         self._new_request = new_request

@@ -371,7 +371,7 @@ def check_facts(facts: Mapping[str, Fact], config: OffloadConfig) -> None:
         remedy = "tells no weights, so other models would load these chunks: name them, as by a tag"
         raise ConfigError("facts.weights", facts["weights"], remedy)
     missing = [name for name in ("weights", "dtype") if name not in facts]
-    if config.backends and missing:
+    if config.has_tiers and missing:
         log.warning(
             "kvoffload: facts do not name %s: an engine that differs in it, on these tiers, would "
             "load this engine's chunks as its own. kvoffload.folder_digest(folder) is a fact that "

@@ -92,7 +92,7 @@ def gather_settings(
         if name in NOT_HERE:
             remedy = f"comes from the {sources[name]} and does not apply under SGLang"
             raise ConfigError(name, value, f"{remedy}; {NOT_HERE[name]}")
-    if not settings.get("backends"):
+    if not settings.get("backends") and not settings.get("serve"):
         remedy = 'name a tier, or more, such as [{"type": "disk", "root": "/var/cache/kv"}]'
         raise ConfigError("backends", settings.get("backends"), remedy)
     return settings, sources

@@ -156,7 +156,7 @@ def refuse_weak_hashes(vllm_config: Any, settings: VllmConfigSettings) -> None:
         ConfigError: a tier is configured and the hash is not cryptographic.
     """
     algorithm = str(vllm_config.cache_config.prefix_caching_hash_algo)
-    if settings.backends and algorithm.startswith("xxhash") and not settings.allow_weak_hashes:
+    if settings.has_tiers and algorithm.startswith("xxhash") and not settings.allow_weak_hashes:
         raise ConfigError(
             "prefix_caching_hash_algo",
             algorithm,

@@ -317,7 +317,7 @@ def warn_of_settings(vllm_config: Any, settings: VllmConfigSettings) -> None:
             'Set "kv_load_failure_policy": "recompute" in --kv-transfer-config.',
             transfer.kv_load_failure_policy,
         )
-    if settings.backends and not hash_root(vllm_config)[1]:
+    if settings.has_tiers and not hash_root(vllm_config)[1]:
         log.warning(
             "kvoffload: prefix hashes start from a random number in each process "
             "(prefix_caching_hash_algo %r), so NOTHING STORED WILL BE FOUND after a restart or by "

@@ -1,0 +1,192 @@
+"""The server of a host: attaching, loads from its memory, and many engines at once.
+
+``kvoffload bench serve``. Loads stand against those of an engine's own I/O process from a disk tier
+in memory, and against plain copies of as many bytes. Several engines are clients in processes of
+their own, which load the same chunks at the same time.
+"""
+
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+from benchmarks.harness import Row, report, row
+from benchmarks.io_forms import Moved
+from kvoffload.io.attached import AttachedServer
+from kvoffload.io.client import IOClient
+from kvoffload.io.forms import ServerProcess
+from kvoffload.io.protocol import VERSION, Open, TierSettings
+from kvoffload.testing.harness import keys_of
+from kvoffload.transfer.slab import Slab, create_shared_memory
+from tests.support.host_server import HostServer
+
+TOTAL_BYTES = 128 << 20
+SIZE = 2 << 20
+ROUNDS = 9
+ENGINES = 8
+TIMEOUT_S = 60.0
+IN_MEMORY = Path("/dev/shm")
+
+
+class Engine:
+    """A client over a slab of its own.
+
+    Args:
+        path: of the server; empty for an I/O process with these tiers.
+    """
+
+    def __init__(self, path: str, tiers: list[TierSettings], total: int = TOTAL_BYTES) -> None:
+        self.count = total // SIZE
+        self.keys = keys_of(self.count)
+        fd = self._fd = create_shared_memory(self.count * SIZE)
+        self.slab = Slab(self.count, SIZE, fd)
+        for slot in range(self.count):
+            self.slab.slot(slot, SIZE)[:] = os.urandom(4096) * (SIZE // 4096)
+        opening = Open(VERSION, tiers, "bench", {}, SIZE, SIZE, 5.0)
+        begun_s = time.perf_counter()
+        self.client = IOClient(
+            (lambda: AttachedServer(path, fd)) if path else (lambda: ServerProcess(fd)),
+            opening,
+            TIMEOUT_S,
+            TIMEOUT_S,
+            needs_server=not path,
+        )
+        self.attached_s = time.perf_counter() - begun_s
+        self.tier = tiers[0].name
+
+    def move(self, verb: str) -> float:
+        """Load or store all chunks in one job; return the seconds that it takes."""
+        moved, begun_s = Moved(), time.perf_counter()
+        call = self.client.load if verb == "load" else self.client.store
+        call(self.tier, self.keys, range(self.count), SIZE, moved)
+        moved.wait()
+        return time.perf_counter() - begun_s
+
+    def close(self) -> None:
+        self.client.close()
+        os.close(self._fd)
+
+
+SERVE = [TierSettings("serve", "serve", {}, "")]
+
+
+def run(total_bytes: int = TOTAL_BYTES) -> dict[str, Any]:
+    """Measure with a server over a scratch folder."""
+    gigabytes = total_bytes / 1e9
+    with tempfile.TemporaryDirectory() as scratch, served(Path(scratch)) as server:
+        with ExitStack() as stack:
+            engine = Engine(server.path, SERVE, total_bytes)
+            stack.callback(engine.close)
+            engine.move("store")
+            rows = [*_attaching(server), *_loading(engine, server.process.pid, gigabytes)]
+        rows += _many(server, total_bytes)
+    return report("serve", rows)
+
+
+@contextmanager
+def served(folder: Path) -> Iterator[HostServer]:
+    """Run a server with memory alone."""
+    server = HostServer(folder, memory="1GiB")
+    try:
+        yield server
+    finally:
+        server.stop()
+
+
+def _attaching(server: HostServer) -> list[Row]:
+    times = []
+    for _ in range(ROUNDS):
+        engine = Engine(server.path, SERVE, 2 * SIZE)
+        times.append(engine.attached_s * 1e3)
+        engine.close()
+    return [row("attach, stores open, p50", statistics.median(times), "ms")]
+
+
+def _loading(engine: Engine, pid: int, gigabytes: float) -> list[Row]:
+    """Alternate the server, an I/O process over a tier in memory, and plain copies."""
+    folder = IN_MEMORY if IN_MEMORY.is_dir() else None
+    root = tempfile.mkdtemp(prefix="kvoffload-bench-", dir=folder)
+    options = {"root": f"{root}/kv", "min_free": 0, "io": "buffered", "trust_parent_folders": True}
+    source = bytes(engine.count * SIZE)
+    try:
+        own = Engine("", [TierSettings("disk", "disk", options, "")], engine.count * SIZE)
+        try:
+            own.move("store")
+            before_s, loads, owns, copies = cpu_s(pid), [], [], []
+            for _ in range(ROUNDS):
+                owns.append(own.move("load"))
+                begun_s = time.perf_counter()
+                own.slab.slot(0, len(source))[:] = source
+                copies.append(time.perf_counter() - begun_s)
+                loads.append(engine.move("load"))
+            spent_s = (cpu_s(pid) - before_s) / ROUNDS
+        finally:
+            own.close()
+    finally:
+        shutil.rmtree(root)
+    best, own_s, copy_s = min(loads), min(owns), min(copies)
+    return [
+        row("load, 2 MiB", gigabytes / best, "GB/s", gigabytes / own_s, "own process, tmpfs"),
+        row("load, 2 MiB", gigabytes / best, "GB/s", gigabytes / copy_s, "plain copy"),
+        row("server's processor time of a load", spent_s / gigabytes, "s/GB"),
+    ]
+
+
+def _many(server: HostServer, total_bytes: int) -> list[Row]:
+    """Compare what one engine loads in some seconds with what several load together."""
+    one, many = (sum(_rates(server, count, total_bytes)) for count in (1, ENGINES))
+    return [row(f"loads of {ENGINES} engines together", many, "GB/s", one, "one engine")]
+
+
+def _rates(server: HostServer, count: int, total_bytes: int) -> list[float]:
+    command = [sys.executable, "-m", "benchmarks.serve", server.path, str(total_bytes)]
+    engines = [
+        subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        for _ in range(count)
+    ]
+    for engine in engines:
+        assert engine.stdout is not None
+        engine.stdout.readline()
+    said: list[str] = [""] * count
+
+    def talk(i: int) -> None:
+        said[i] = engines[i].communicate("go\n")[0]
+
+    talks = [threading.Thread(target=talk, args=(i,)) for i in range(count)]
+    for each in talks:
+        each.start()
+    for each in talks:
+        each.join()
+    return [float(each) for each in said]
+
+
+def be_an_engine(path: str, total_bytes: int, seconds: float = 2.0) -> None:
+    """Attach, wait for a line, load for some seconds, and print the rate in GB/s."""
+    engine = Engine(path, SERVE, total_bytes)
+    engine.move("load")
+    print("ready", flush=True)
+    sys.stdin.readline()
+    begun_s, loaded = time.perf_counter(), 0
+    while time.perf_counter() < begun_s + seconds:
+        engine.move("load")
+        loaded += engine.count * SIZE
+    print(loaded / 1e9 / (time.perf_counter() - begun_s))
+    engine.close()
+
+
+def cpu_s(pid: int) -> float:
+    """Return the processor time that a process has taken, in seconds."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+if __name__ == "__main__":
+    be_an_engine(sys.argv[1], int(sys.argv[2]))

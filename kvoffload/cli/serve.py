@@ -1,0 +1,81 @@
+"""``kvoffload serve``: the I/O server of a host, which its engines share."""
+
+import asyncio
+import logging
+import os
+import signal
+import sys
+import threading
+from typing import Annotated, Any
+
+import typer
+
+from kvoffload.cli.output import say
+from kvoffload.config import human_bytes
+from kvoffload.config_sources import read_file
+from kvoffload.io.process import give_way
+from kvoffload.io.service.listener import Listener, tell_systemd
+from kvoffload.io.service.service import Service, run_service
+from kvoffload.io.service.settings import read_serve_config
+from kvoffload.metrics.endpoint import MetricsServer
+from kvoffload.transfer.slab import check_host_memory
+
+log = logging.getLogger(__name__)
+
+LAST_S = 15.0
+"""How long the server may take to end once it is told to: a store's call may hang for ever."""
+
+
+def command(
+    config: Annotated[
+        str, typer.Option(metavar="FILE", help="The server's settings: TOML, JSON or YAML.")
+    ],
+    check: Annotated[
+        bool, typer.Option("--check", help="Check the settings and end; nothing is opened.")
+    ] = False,
+) -> None:
+    """Serve all engines of this host from one memory and one set of stores, until it is stopped.
+
+    Engines name its socket in their setting `serve`. Their end costs the server nothing, and its
+    end costs them misses. SIGTERM ends it: it closes the stores first.
+
+    Exit codes: 0 ended as told, 1 it failed, 2 wrong usage or settings.
+    """
+    settings = read_serve_config(read_file(config, "--config"))
+    if check:
+        tiers = ", ".join(["memory", *(tier.type for tier in settings.backends)])
+        say(f"the settings are right; {human_bytes(settings.memory)} of memory; stores: {tiers}")
+        return
+    text = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+    logging.basicConfig(level=logging.INFO, format=text, stream=sys.stderr)
+    check_host_memory(settings.memory, "memory")
+    give_way()
+    endpoints: list[MetricsServer] = []
+
+    def started(service: Service) -> None:
+        loop, task = asyncio.get_running_loop(), asyncio.current_task()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, _end, task)
+        if settings.metrics_port is not None:
+            read, host = service.samples, settings.metrics_host
+            endpoints.append(MetricsServer(host, settings.metrics_port, read))
+        log.info("engines may attach at %s", settings.socket)
+        tell_systemd("READY=1")
+
+    listener = Listener(settings.socket)
+    try:
+        run_service(settings, listener.sock, started)
+    finally:
+        for endpoint in endpoints:
+            endpoint.close()
+        listener.close()
+    os._exit(0)  # without waiting for threads that hang
+
+
+def _end(task: "asyncio.Task[Any] | None") -> None:
+    tell_systemd("STOPPING=1")
+    last = threading.Timer(LAST_S, os._exit, [0])
+    last.daemon = True
+    last.start()
+    if task is not None:
+        task.cancel()

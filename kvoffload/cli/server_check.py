@@ -1,0 +1,45 @@
+"""The server of a host, as ``doctor`` and ``config check --probe`` see it."""
+
+import os
+import stat
+import time
+
+from kvoffload.backends.admin import Finding
+from kvoffload.io.attached import AttachedServer
+from kvoffload.io.protocol import MessageReader, Refused
+from kvoffload.transfer.slab import create_shared_memory
+
+ANSWER_S = 5.0
+"""How long the server may take to say its first word."""
+
+
+def is_socket(path: str) -> bool:
+    """Return whether there is a socket."""
+    try:
+        return stat.S_ISSOCK(os.stat(path).st_mode)
+    except OSError:
+        return False
+
+
+def server_findings(path: str) -> list[Finding]:
+    """Attach to a server as an engine does, and leave it again."""
+    begun_s, fd = time.monotonic(), create_shared_memory(1)
+    try:
+        server = AttachedServer(path, fd)
+        try:
+            server.sock.settimeout(ANSWER_S)
+            said = next(MessageReader(to_server=False).feed(server.sock.recv(1 << 16)), None)
+        finally:
+            server.sock.close()
+    except OSError as error:
+        remedy = "start kvoffload serve there, as the user of the engines"
+        return [Finding("server", "failed", f"{path}: {error.strerror or error}", remedy)]
+    finally:
+        os.close(fd)
+    if said is None:
+        return [Finding("server", "failed", "it has ended the connection", "its log says why")]
+    if isinstance(said, Refused):
+        text, _, remedy = said.remedy.partition(": ")
+        return [Finding("server", "failed", text, remedy)]
+    took_ms = 1e3 * (time.monotonic() - begun_s)
+    return [Finding("server", "ok", f"attached in {took_ms:.1f} ms", "")]

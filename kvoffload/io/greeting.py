@@ -1,0 +1,94 @@
+"""The first bytes between an engine and the server of its host, before any message.
+
+An engine says its version, and passes two descriptors: its slab's memory file, and the write end of
+a pipe. The server closes that end when nothing touches the slab any more. The end of the pipe thus
+tells an engine that all its slots are free, also if the server was killed.
+"""
+
+import array
+import fcntl
+import os
+import socket
+import stat
+import struct
+
+from kvoffload.io.protocol import VERSION
+
+MAGIC = b"kvoffload serve\n"
+_GREETING = struct.Struct(f"<{len(MAGIC)}sI")
+_DESCRIPTORS = 2
+_CREDENTIALS = struct.Struct("3i")
+
+
+def check_user(sock: socket.socket, *allowed: int) -> int:
+    """Return the process at the other end; of a listening systemd, its own.
+
+    Raises:
+        PermissionError: it belongs to a user who is not allowed.
+    """
+    found = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    pid, user, _ = _CREDENTIALS.unpack(found)
+    if user not in allowed:
+        raise PermissionError(f"process {pid} belongs to user {user}")
+    return int(pid)
+
+
+def greet(sock: socket.socket, slab_fd: int, pipe_fd: int) -> None:
+    """Send the greeting of an engine; raises OSError."""
+    socket.send_fds(sock, [_GREETING.pack(MAGIC, VERSION)], [slab_fd, pipe_fd])
+
+
+class Greeting:
+    """What an engine has sent first. Its maker closes it.
+
+    Raises:
+        OSError: it is no greeting.
+    """
+
+    def __init__(self, sock: socket.socket) -> None:
+        self.version = 0
+        room = socket.CMSG_SPACE(_DESCRIPTORS * array.array("i").itemsize)
+        how = socket.MSG_CMSG_CLOEXEC | socket.MSG_DONTWAIT
+        data, ancillary, flags, _ = sock.recvmsg(_GREETING.size, room, how)
+        self._fds = array.array("i")
+        for level, kind, found in ancillary:
+            if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+                self._fds.frombytes(found[: len(found) - len(found) % self._fds.itemsize])
+        try:
+            self._read(data, is_cut=bool(flags & socket.MSG_CTRUNC))
+        except BaseException:
+            self.close()
+            raise
+
+    def _read(self, data: bytes, *, is_cut: bool) -> None:
+        if len(data) != _GREETING.size or not data.startswith(MAGIC):
+            raise OSError("it does not speak as an engine")
+        self.version = _GREETING.unpack(data)[1]
+        if len(self._fds) != _DESCRIPTORS or is_cut:
+            raise OSError(f"it has passed {len(self._fds)} descriptors, not {_DESCRIPTORS}")
+        _check_slab(self._fds[0])
+
+    @property
+    def slab_fd(self) -> int:
+        """The engine's memory file."""
+        return self._fds[0]
+
+    def close(self) -> None:
+        """Close the descriptors: the engine's slots are free."""
+        while self._fds:
+            os.close(self._fds.pop())
+
+
+def _check_slab(fd: int) -> None:
+    """Refuse memory that its engine could take away while the server uses it: that ends a process.
+
+    Raises:
+        OSError: it is no memory file, or may shrink.
+    """
+    facts = os.fstat(fd)
+    try:
+        is_kept = fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK
+    except OSError:
+        is_kept = 0
+    if not is_kept or not stat.S_ISREG(facts.st_mode) or not facts.st_size:
+        raise OSError("what it has passed is no memory file that keeps its size")

@@ -1,0 +1,108 @@
+"""The socket of a host's server: one server listens on it, and a dead one's is taken over."""
+
+import contextlib
+import errno
+import fcntl
+import os
+import socket
+import stat
+
+from kvoffload.errors import ConfigError
+
+_FIRST_PASSED = 3
+"""The first descriptor that systemd passes."""
+BACKLOG = 64
+
+
+class Listener:
+    """A listening socket, from systemd or by its path; its maker closes it.
+
+    Args:
+        path: of the socket. A lock, ``PATH.lock``, tells whether a server has it.
+
+    Raises:
+        ConfigError: another server has it, or something else is there.
+    """
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+        self._lock_fd = -1
+        if (passed := _passed()) is not None:
+            self.sock = passed
+            if passed.family != socket.AF_UNIX:
+                raise ConfigError("socket", path, "systemd has passed another kind of socket")
+        else:
+            try:
+                self.sock = self._bound()
+            except OSError as error:
+                self.close()
+                remedy = f"cannot be listened on: {error.strerror or error}"
+                raise ConfigError("socket", path, remedy) from error
+            except BaseException:
+                self.close()
+                raise
+        self.sock.setblocking(False)
+
+    def _bound(self) -> socket.socket:
+        path = self._path
+        self._lock_fd = os.open(f"{path}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(self._lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError("socket", path, "another server listens there") from None
+        with contextlib.suppress(FileNotFoundError):
+            if not stat.S_ISSOCK(os.lstat(path).st_mode):
+                raise ConfigError("socket", path, "is there, and is no socket: give another path")
+            if _is_listening(path):
+                raise ConfigError("socket", path, "another program listens there")
+            os.unlink(path)
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            mask = os.umask(0o177)  # from its first moment on, no other user may connect
+            try:
+                sock.bind(path)
+            finally:
+                os.umask(mask)
+            sock.listen(BACKLOG)
+        except BaseException:
+            sock.close()
+            raise
+        return sock
+
+    def close(self) -> None:
+        """Stop listening. The path of a socket of one's own is removed. Idempotent."""
+        if hasattr(self, "sock"):
+            self.sock.close()
+        if self._lock_fd >= 0:
+            if hasattr(self, "sock"):
+                with contextlib.suppress(OSError):
+                    os.unlink(self._path)
+            os.close(self._lock_fd)
+            self._lock_fd = -1
+
+
+def _passed() -> socket.socket | None:
+    """Return the socket that systemd has passed to this process; None without one."""
+    if os.environ.get("LISTEN_PID") != str(os.getpid()) or os.environ.get("LISTEN_FDS") != "1":
+        return None
+    os.set_inheritable(_FIRST_PASSED, False)
+    return socket.socket(fileno=_FIRST_PASSED)
+
+
+def _is_listening(path: str) -> bool:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
+        try:
+            sock.setblocking(False)
+            sock.connect(path)
+        except OSError as error:
+            return error.errno not in (errno.ECONNREFUSED, errno.ENOENT)
+    return True
+
+
+def tell_systemd(state: str) -> None:
+    """Tell the service manager, if there is one, of a state such as ``READY=1``."""
+    if place := os.environ.get("NOTIFY_SOCKET"):
+        address = "\0" + place[1:] if place.startswith("@") else place
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sock:
+            with contextlib.suppress(OSError):
+                sock.sendto(state.encode(), address)

@@ -1,0 +1,242 @@
+"""The server of a host: accepts engines, and serves each in a session over shared stores."""
+
+import asyncio
+import contextlib
+import gc
+import logging
+import mmap
+import os
+import socket
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import count
+
+import msgspec
+
+from kvoffload import registry
+from kvoffload.errors import ConfigError
+from kvoffload.io.greeting import Greeting, check_user
+from kvoffload.io.open_stores import CLOSE_S
+from kvoffload.io.protocol import VERSION, Load, Refused, Store, TierSettings, frame
+from kvoffload.io.server import Session
+from kvoffload.io.service.host_memory import HostMemory
+from kvoffload.io.service.settings import ServeConfig
+from kvoffload.io.service.shared_stores import MEMORY, SharedStores
+from kvoffload.metrics.names import (
+    ENGINE_LOAD_BYTES,
+    ENGINE_LOAD_CHUNKS,
+    ENGINE_LOAD_SECONDS,
+    ENGINE_STORE_BYTES,
+    ENGINE_STORE_CHUNKS,
+    ENGINE_STORE_SECONDS,
+    ENGINES,
+)
+from kvoffload.metrics.samples import Sample, Traffic
+
+log = logging.getLogger(__name__)
+
+GREETING_S = 5.0
+"""How long an engine may take to say what it is."""
+MOST_SESSIONS = 256
+"""Each takes descriptors and mappings of this process."""
+MOST_BYTES = 64 << 20
+"""A longer message of an engine is none: it would take this process's memory."""
+PAUSE_S = 0.1
+MEASURE_S = 0.5
+_LOADS = ENGINE_LOAD_BYTES, ENGINE_LOAD_CHUNKS, ENGINE_LOAD_SECONDS
+_STORES = ENGINE_STORE_BYTES, ENGINE_STORE_CHUNKS, ENGINE_STORE_SECONDS
+
+
+class EngineTraffic:
+    """What one engine has loaded and stored.
+
+    Args:
+        name: of the engine: its process, as far as the kernel tells, and a number if it has more.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._of = {Load: Traffic(_LOADS, name), Store: Traffic(_STORES, name)}
+
+    def add(self, order: Load | Store, ok: Sequence[int], seconds: float) -> None:
+        """Take in that a job has ended."""
+        sizes = order.sizes if isinstance(order.sizes, list) else [order.sizes] * len(ok)
+        # Too few sizes are an engine's mistake, and the verdicts say so.
+        moved = [size for size, good in zip(sizes, ok, strict=False) if good]
+        self._of[type(order)].add(len(moved), sum(moved), seconds)
+
+    def samples(self) -> Iterator[Sample]:
+        """Yield the samples of both directions."""
+        for traffic in self._of.values():
+            yield from traffic.samples()
+
+
+class Service:
+    """Serves all engines of a host that attach; made and used on one event loop.
+
+    Args:
+        config: the settings.
+
+    Raises:
+        ConfigError: there is not that much memory.
+    """
+
+    def __init__(self, config: ServeConfig) -> None:
+        try:
+            policy = registry.load(registry.POLICIES, config.policy, "policy")
+            self.memory = HostMemory(config.memory, policy)
+        except OSError as error:
+            remedy = f"the system refuses so much memory ({error.strerror}); ask for less"
+            raise ConfigError("memory", int(config.memory), remedy) from error
+        tiers: list[TierSettings] = []
+        for i, tier in enumerate(config.backends):
+            taken = [MEMORY, *(each.name for each in tiers)]
+            name = tier.type if tier.type not in taken else f"{tier.type}{i}"
+            tiers.append(TierSettings(name, tier.type, tier.options, f"backends[{i}]."))
+        self._stores = SharedStores(self.memory, tiers)
+        self.sessions: dict[Session, EngineTraffic] = {}
+        """Those that are served → what their engines have moved."""
+        self._samples: list[Sample] = []
+        self._served: set[asyncio.Task[None]] = set()
+        self._loop = asyncio.get_running_loop()
+
+    async def serve(self, listening: socket.socket) -> None:
+        """Accept engines until this is cancelled; then end their sessions and close the stores."""
+        measuring = self._loop.create_task(self._measure())
+        try:
+            while True:
+                try:
+                    sock, _ = await self._loop.sock_accept(listening)
+                except OSError as error:  # no descriptor is left
+                    log.warning("an engine cannot be accepted: %s", error)
+                    await asyncio.sleep(PAUSE_S)
+                    continue
+                task = self._loop.create_task(self._attend(sock))
+                self._served.add(task)
+                task.add_done_callback(self._served.discard)
+        finally:
+            listening.close()  # else an engine would attach once more, to leave at once
+            measuring.cancel()
+            for session in list(self.sessions):
+                session.end()
+            if self._served:
+                await asyncio.wait(self._served, timeout=CLOSE_S)
+            await self._stores.close()
+
+    async def _attend(self, sock: socket.socket) -> None:
+        """Serve one engine; whatever it does ends its own session alone."""
+        with sock:
+            try:
+                pid, greeting = await self._met(sock)
+            except OSError as error:
+                log.warning("an engine is refused: %s", error)
+                return
+            with contextlib.closing(greeting):
+                if greeting.version == VERSION:
+                    try:
+                        await self._serve_engine(sock, greeting, pid)
+                    except OSError as error:  # no memory is left to map
+                        log.error("engine %d cannot be served: %s", pid, error)
+                    return
+                log.error("engine %d speaks version %d, not %d", pid, greeting.version, VERSION)
+                text = f"the server speaks version {VERSION}, the engine {greeting.version}"
+                refused = Refused(0, "serve", VERSION, f"{text}: install one kvoffload for both")
+                with contextlib.suppress(OSError):
+                    sock.send(frame(refused))
+
+    async def _met(self, sock: socket.socket) -> tuple[int, Greeting]:
+        """Return the process of an engine and its greeting; raises OSError."""
+        pid = check_user(sock, os.geteuid())
+        if len(self.sessions) >= MOST_SESSIONS:
+            raise OSError(f"{MOST_SESSIONS} engines are attached")
+        ready = asyncio.Event()
+        self._loop.add_reader(sock, ready.set)
+        try:
+            async with asyncio.timeout(GREETING_S):
+                await ready.wait()
+        finally:
+            self._loop.remove_reader(sock)
+        return pid, Greeting(sock)
+
+    async def _serve_engine(self, sock: socket.socket, greeting: Greeting, pid: int) -> None:
+        slab = mmap.mmap(greeting.slab_fd, 0)
+        slab.madvise(mmap.MADV_DONTDUMP)  # a core file must not contain clients' data
+        with slab_memory(slab) as memory:
+            traffic = EngineTraffic(self._name_of(pid))
+            session = Session(memory, self._stores.open, MOST_BYTES, traffic.add)
+            await self._serve_session(sock, session, traffic)
+
+    async def _serve_session(
+        self, sock: socket.socket, session: Session, traffic: "EngineTraffic"
+    ) -> None:
+        self.sessions[session], name = traffic, traffic.name
+        log.info("engine %s is attached, %d in all", name, len(self.sessions))
+        try:
+            await session.serve(sock)
+        except msgspec.DecodeError as error:
+            log.error("engine %s cannot be understood: %s", name, error)
+        except Exception:
+            log.exception("the session of engine %s failed", name)
+        finally:
+            # Until a call that hangs has ended, the engine may not use its slots again.
+            await session.settled()
+            del self.sessions[session]
+            log.info("engine %s has left, %d remain", name, len(self.sessions))
+
+    def _name_of(self, pid: int) -> str:
+        taken = {traffic.name for traffic in self.sessions.values()}
+        names = (f"{pid}-{number}" if number else str(pid) for number in count())
+        return next(name for name in names if name not in taken)
+
+    async def _measure(self) -> None:
+        """Read the figures of stores, which are asked on this loop alone."""
+        while True:
+            samples = [*self._stores.samples(), (ENGINES, (), len(self.sessions))]
+            for session in self.sessions.values():
+                samples += session.samples()
+            self._samples = samples
+            await asyncio.sleep(MEASURE_S)
+
+    def samples(self) -> list[Sample]:
+        """Return what the server measures, on any thread."""
+        return self._samples
+
+
+@contextlib.contextmanager
+def slab_memory(slab: mmap.mmap) -> Iterator[memoryview]:
+    """Give a mapping's memory, and unmap it afterwards: it would keep a dead engine's memory."""
+    memory = memoryview(slab)
+    try:
+        yield memory
+    finally:
+        memory.release()
+        try:
+            slab.close()
+        except BufferError:  # a failed call's traceback has a part of it
+            gc.collect()
+            with contextlib.suppress(BufferError):
+                slab.close()
+
+
+def run_service(
+    config: ServeConfig,
+    listening: socket.socket,
+    started: Callable[[Service], None],
+) -> None:
+    """Serve on this thread until the task is cancelled; see :meth:`Service.serve`.
+
+    Args:
+        config: the settings.
+        listening: the socket.
+        started: called on the loop, in the task that serves, before engines are accepted.
+    """
+
+    async def serve() -> None:
+        # For plug-ins' calls of run_in_executor, as with one engine.
+        asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(2, "kvoffload-io-file"))
+        service = Service(config)
+        started(service)
+        await service.serve(listening)
+
+    with contextlib.suppress(asyncio.CancelledError):
+        asyncio.run(serve())

@@ -1,0 +1,57 @@
+"""Settings of ``kvoffload serve``."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from kvoffload import registry
+from kvoffload.config import (
+    BackendConfig,
+    Bytes,
+    check_metrics_port,
+    check_socket_path,
+    convert,
+    read_tiers,
+)
+from kvoffload.errors import ConfigError
+from kvoffload.extras import check_extra
+from kvoffload.io.service.host_memory import BLOCK
+
+
+class ServeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What ``kvoffload serve`` is started with. Read it with :func:`read_serve_config`."""
+
+    socket: str
+    """Where engines attach: an absolute path. With systemd's socket activation, the unit's."""
+    memory: Bytes
+    """Memory for chunks of all engines, each rounded up to whole blocks of 16 KiB."""
+    policy: str = "handicap"
+    """Which chunks leave the memory first; a name of the ``kvoffload.policies`` group."""
+    backends: tuple[BackendConfig, ...] = ()
+    """Stores below the memory, the nearest first, as in an engine's settings."""
+    metrics_port: int | None = None
+    """A port for an HTTP endpoint with metrics for Prometheus; needs the extra ``metrics``."""
+    metrics_host: str = "127.0.0.1"
+    """The address of that endpoint, which has no password."""
+
+    def __post_init__(self) -> None:
+        check_socket_path("socket", self.socket)
+        check_metrics_port(self.metrics_port)
+        if self.memory < BLOCK:
+            raise ConfigError("memory", int(self.memory), f"must be at least {BLOCK} bytes")
+
+
+def read_serve_config(raw: Mapping[str, Any]) -> ServeConfig:
+    """Read the settings of a server; no store is opened.
+
+    Raises:
+        ConfigError: an unknown key, a bad value, no such policy or backend.
+    """
+    config = convert({**raw, "backends": read_tiers(raw)}, ServeConfig)
+    if config.metrics_port:
+        check_extra("metrics_port", config.metrics_port)
+    registry.load(registry.POLICIES, config.policy, "policy")
+    for i, tier in enumerate(config.backends):
+        registry.read_options(tier.type, tier.options, f"backends[{i}].")
+    return config

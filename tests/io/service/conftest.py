@@ -1,0 +1,43 @@
+"""Servers of a host, and engines that attach to them."""
+
+import pytest
+
+from tests.support.host_server import EngineInAProcess, HostServer
+from tests.support.small_engine import SmallEngine
+
+
+@pytest.fixture
+def server(tmp_path):
+    server = HostServer(tmp_path)
+    yield server
+    server.process.kill()
+    server.process.wait()
+
+
+@pytest.fixture
+def attach(new_kv_caches, new_request):
+    """Make engines in this process that are attached to the server at a path."""
+    made = []
+
+    def make(path, **settings):
+        made.append(SmallEngine(new_kv_caches(seed=len(made)), new_request, serve=path, **settings))
+        return made[-1]
+
+    yield make
+    for engine in made:
+        engine.check()
+        engine.connector.close()
+
+
+@pytest.fixture
+def engine_process():
+    """Start engines in processes of their own."""
+    made = []
+
+    def make(path):
+        made.append(EngineInAProcess(path))
+        return made[-1]
+
+    yield make
+    for engine in made:
+        engine.kill()

@@ -1,0 +1,322 @@
+"""What a server and an engine refuse, and that a refused engine harms no other."""
+
+import array
+import json
+import os
+import socket
+import struct
+import subprocess
+import sys
+
+import pytest
+from msgspec.structs import replace
+
+from kvoffload.config import parse_config
+from kvoffload.errors import ConfigError
+from kvoffload.io import greeting
+from kvoffload.io.protocol import (
+    VERSION,
+    Answered,
+    Await,
+    Load,
+    MessageReader,
+    Refused,
+    Remove,
+    Store,
+    frame,
+)
+from kvoffload.io.service.listener import Listener
+from kvoffload.io.service.settings import read_serve_config
+from kvoffload.transfer.slab import create_shared_memory
+from tests.support.host_server import ROOT, HostServer, key_of
+from tests.support.io_rig import opening
+
+SLOT = 4096
+KEYS = [key_of(i) for i in range(4)]
+OPEN = opening([("serve", "serve", {})], SLOT)
+
+
+@pytest.fixture(scope="module")
+def one_server(tmp_path_factory):
+    """A server that all tests of this module use, whatever they do to it."""
+    server = HostServer(tmp_path_factory.mktemp("server"))
+    yield server
+    server.process.kill()
+    server.process.wait()
+
+
+class Talk:
+    """An engine's end, without the client: sends what the test wants."""
+
+    def __init__(self, path, slots=8):
+        self.fd = create_shared_memory(slots * SLOT)
+        self.ended, self._theirs = os.pipe()
+        self.sock = socket.socket(socket.AF_UNIX)
+        self.sock.settimeout(20)
+        self.sock.connect(path)
+        self._reader, self._heard = MessageReader(to_server=False), []
+
+    def greet(self):
+        greeting.greet(self.sock, self.fd, self._theirs)
+        os.close(self._theirs)
+        return self
+
+    def send(self, *messages):
+        self.sock.sendall(b"".join(map(frame, messages)))
+
+    def hear(self, kind):
+        """Return the next message of a kind; None at the end of the connection."""
+        while True:
+            for i, message in enumerate(self._heard):
+                if isinstance(message, kind):
+                    return self._heard.pop(i)
+            if not (data := self.sock.recv(1 << 16)):
+                return None
+            self._heard += self._reader.feed(data)
+
+    def is_ended(self):
+        """Whether the server has ended the connection, and uses the slab no more."""
+        try:
+            while self.sock.recv(1 << 16):
+                pass
+        except ConnectionError:
+            pass
+        return os.read(self.ended, 1) == b""
+
+    def close(self):
+        self.sock.close()
+        os.close(self.fd)
+        os.close(self.ended)
+
+
+@pytest.fixture
+def talk(one_server):
+    made = []
+
+    def make():
+        made.append(Talk(one_server.path))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.close()
+    assert serves(Talk(one_server.path).greet())
+
+
+def serves(talk):
+    """Whether a server serves an engine of good manners."""
+    talk.send(OPEN, Store(1, "serve", KEYS, [0, 1, 2, 3], SLOT))
+    stored = talk.hear(Answered).ok
+    talk.send(Load(2, "serve", KEYS, [4, 5, 6, 7], SLOT))
+    loaded = talk.hear(Answered).ok
+    talk.close()
+    return stored == loaded == b"\1\1\1\1"
+
+
+def with_fds(sock, data, fds):
+    held = array.array("i", fds)
+    sock.sendmsg([data], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, held)])
+
+
+GREETING = struct.pack("<16sI", greeting.MAGIC, VERSION)
+
+
+def test_what_is_no_greeting_is_refused(talk):
+    ended_at_once = [
+        lambda t: t.sock.sendall(b"GET / HTTP/1.0\r\n\r\n" * 100),
+        lambda t: t.sock.sendall(GREETING),
+        lambda t: with_fds(t.sock, GREETING[:7], [t.fd, t._theirs]),
+        lambda t: with_fds(t.sock, GREETING, [t.fd]),
+        lambda t: with_fds(t.sock, GREETING, [t.fd] * 40),
+        lambda t: with_fds(t.sock, GREETING, [t._theirs, t.fd]),
+        lambda t: with_fds(t.sock, GREETING, [os.memfd_create("unsealed"), t._theirs]),
+        lambda t: with_fds(t.sock, GREETING, [os.open(__file__, os.O_RDONLY), t._theirs]),
+    ]
+    for send in ended_at_once:
+        engine = talk()
+        send(engine)
+        os.close(engine._theirs)
+        assert engine.is_ended()
+
+
+def test_another_version_is_told_which_one_it_needs(talk):
+    engine = talk()
+    with_fds(engine.sock, struct.pack("<16sI", greeting.MAGIC, VERSION + 1), [engine.fd, 1])
+    refused = engine.hear(Refused)
+    assert refused.field == "serve"
+    assert f"version {VERSION}, the engine {VERSION + 1}" in refused.remedy
+    os.close(engine._theirs)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        (256 << 20).to_bytes(4, "little") + b"x" * 100,
+        b"\xff\xff\xff\xff",
+        b"\5\0\0\0hello",
+    ],
+    ids=["256 MB", "4 GB", "no message"],
+)
+def test_what_is_no_message_ends_the_session_alone(talk, data):
+    other = talk().greet()
+    other.send(OPEN)
+    engine = talk().greet()
+    engine.sock.sendall(data)
+    assert engine.is_ended()
+    other.send(Store(1, "serve", KEYS, [0, 1, 2, 3], SLOT))
+    assert other.hear(Answered).ok == b"\1\1\1\1"
+
+
+def test_slots_keys_and_names_that_cannot_be_are_misses(talk):
+    engine = talk().greet()
+    engine.send(OPEN)
+    wrong = [
+        Store(1, "serve", KEYS[:1], [8], SLOT),
+        Store(2, "serve", KEYS[:1], [-1], SLOT),
+        Store(3, "serve", KEYS[:1], [7], 2 * SLOT),
+        Store(4, "serve", KEYS[:1], [0], -5),
+        Store(5, "serve", [b"k" * 4000], [0], SLOT),
+        Store(6, "no such tier", KEYS[:1], [0], SLOT),
+        Store(7, "serve", KEYS, [0], SLOT),
+        Load(8, "serve", KEYS[:1], [1 << 70 >> 8], SLOT),
+        Load(9, "serve", KEYS[:1], [-1], SLOT),
+        Load(10, "serve", KEYS, [0, 1, 2, 3], [SLOT]),
+    ]
+    for order in wrong:
+        engine.send(order)
+        assert not any(engine.hear(Answered).ok), order
+    engine.send(Remove("none", KEYS), Await([(-1, KEYS)] * 1000))
+    engine.send(Store(20, "serve", KEYS, [0, 1, 2, 3], SLOT))
+    assert engine.hear(Answered).ok == b"\1\1\1\1"
+
+
+@pytest.mark.parametrize(
+    ("changed", "field"),
+    [
+        ({"namespace": ""}, "namespace"),
+        ({"namespace": "n" * 10_000}, "namespace"),
+        ({"chunk_bytes": 1 << 40}, "memory.capacity"),
+    ],
+)
+def test_an_order_to_open_what_cannot_be_is_refused_by_name(talk, changed, field):
+    engine = talk().greet()
+    engine.send(replace(OPEN, **changed))
+    assert engine.hear(Refused).field == field
+
+
+def test_an_engine_of_another_user_is_refused(one_server):
+    if os.geteuid():
+        pytest.skip("becoming another user needs root")
+    folder, name = os.path.split(one_server.path)
+    os.chmod(one_server.path, 0o666)
+    os.chmod(folder, 0o711)
+    connect = (
+        "import os, socket; s = socket.socket(socket.AF_UNIX); os.setuid(65534);"
+        f"s.connect({name!r}); assert s.recv(1) == b''"
+    )
+    subprocess.run([sys.executable, "-c", connect], cwd=folder, check=True)
+    assert "belongs to user 65534" in one_server.log
+    assert serves(Talk(one_server.path).greet())
+
+
+# ---- settings and sockets ----
+
+
+@pytest.mark.parametrize(
+    ("path", "why"),
+    [("s", "absolute"), ("/" + "s" * 107, "too long"), ("/a\0b", "absolute")],
+)
+def test_paths_that_no_socket_has_are_refused_at_both_ends(path, why):
+    for read in (
+        lambda: read_serve_config({"socket": path, "memory": "1GiB"}),
+        lambda: parse_config({"cpu_bytes": 0, "serve": path}),
+    ):
+        with pytest.raises(ConfigError, match=why):
+            read()
+
+
+@pytest.mark.parametrize(
+    ("settings", "why"),
+    [
+        ({"memory": "1GiB"}, "socket"),
+        ({"socket": "/s"}, "memory"),
+        ({"socket": "/s", "memory": 4096}, "at least"),
+        ({"socket": "/s", "memory": "1GiB", "policy": "mru"}, "no such plug-in"),
+        ({"socket": "/s", "memory": "1GiB", "backends": [{"type": "disk"}]}, "root"),
+        ({"socket": "/s", "memory": "1GiB", "backends": {"type": "disk"}}, "list"),
+        ({"socket": "/s", "memory": "1GiB", "metrics_port": 0}, "65535"),
+        ({"socket": "/s", "memory": "1GiB", "cpu_bytes": 1}, "unknown key"),
+    ],
+)
+def test_settings_of_a_server_that_cannot_be_are_refused(settings, why):
+    with pytest.raises(ConfigError, match=why):
+        read_serve_config(settings)
+
+
+def test_a_server_takes_the_place_of_backends():
+    with pytest.raises(ConfigError, match="in the server's settings"):
+        parse_config({"cpu_bytes": 0, "serve": "/s", "backends": [{"type": "memory"}]})
+
+
+def test_a_socket_is_bound_where_nothing_lives_alone(tmp_path):
+    path = tmp_path / "s"
+    first = Listener(str(path))
+    with pytest.raises(ConfigError, match="another server listens there"):
+        Listener(str(path))
+    first.close()
+    path.write_text("a letter")
+    with pytest.raises(ConfigError, match="no socket"):
+        Listener(str(path))
+    path.unlink()
+    path.mkdir()
+    with pytest.raises(ConfigError, match="no socket"):
+        Listener(str(path))
+    path.rmdir()
+    with socket.socket(socket.AF_UNIX) as other:
+        other.bind(str(path))
+        other.listen()
+        with pytest.raises(ConfigError, match="another program"):
+            Listener(str(path))
+    second = Listener(str(path))  # the one before has died, and its file is there still
+    assert os.stat(path).st_mode & 0o777 == 0o600
+    second.close()
+    assert not path.exists()
+    with pytest.raises(ConfigError, match="No such file"):
+        Listener(str(tmp_path / "no folder" / "s"))
+
+
+def test_a_socket_of_systemd_is_used_as_it_is(tmp_path):
+    """As its socket activation does: descriptor 3, and two variables."""
+    path, settings = str(tmp_path / "s"), tmp_path / "serve.json"
+    settings.write_text(json.dumps({"socket": path, "memory": "16MiB"}))
+    command = [sys.executable, "-m", "kvoffload", "serve", "--config", str(settings)]
+    started = (
+        "import os; os.dup2(int(os.environ['PASSED']), 3);"
+        "os.environ.update(LISTEN_PID=str(os.getpid()), LISTEN_FDS='1');"
+        f"os.execv({sys.executable!r}, {command!r})"
+    )
+    with (
+        socket.socket(socket.AF_UNIX) as listening,
+        socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager,
+    ):
+        listening.bind(path)
+        listening.listen()
+        manager.bind(str(tmp_path / "notify"))
+        fd = listening.fileno()
+        environment = {"PASSED": str(fd), "NOTIFY_SOCKET": str(tmp_path / "notify")}
+        server = subprocess.Popen(
+            [sys.executable, "-c", started],
+            pass_fds=[fd],
+            cwd=ROOT,
+            env={**os.environ, **environment},
+        )
+        try:
+            assert serves(Talk(path).greet())
+            assert manager.recv(100) == b"READY=1"
+            server.terminate()
+            assert server.wait(30) == 0
+            assert manager.recv(100) == b"STOPPING=1"
+            assert os.path.exists(path), "the socket is systemd's"
+        finally:
+            server.kill()
+            server.wait()

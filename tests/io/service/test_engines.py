@@ -1,0 +1,168 @@
+"""Engines of one server: they share what they store, and the end of each costs the rest nothing."""
+
+import os
+import random
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from kvoffload.cli.server_check import server_findings
+from kvoffload.cli.top import fetch, of_page
+from tests.support.host_server import ClientProcess, HostServer
+from tests.support.redis_server import free_port
+
+
+def same_truth(engine, name, rows):
+    engine.truth[name] = [torch.tensor(each, dtype=torch.int8) for each in rows]
+
+
+def test_engines_share_chunks_and_one_that_is_stopped_or_killed_harms_no_other(
+    server, attach, engine_process, until
+):
+    first = engine_process(server.path)
+    rows = first.do("store", "p")
+    second = attach(server.path)
+    same_truth(second, "p", rows)
+    assert second.load("p") == 10
+    assert server.slabs == 2
+    first.send("load", "p")
+    os.kill(first.process.pid, signal.SIGSTOP)
+    for i in range(5):
+        begun_s = time.monotonic()
+        second.store(f"q{i}")
+        assert second.load("p") == second.load(f"q{i}") == 10
+        assert time.monotonic() < begun_s + 5.0
+    os.kill(first.process.pid, signal.SIGCONT)
+    assert first.process.stdout.readline().strip() == "10"
+    first.kill()
+    until(lambda: server.slabs == 1)  # what the dead engine's slab took is free
+    third = attach(server.path)
+    same_truth(third, "p", rows)
+    assert third.load("p") == 10, "the first prompt of a new engine is a hit"
+
+
+def test_an_engine_of_another_model_finds_nothing(server, attach):
+    one, other = attach(server.path), attach(server.path, model="another")
+    one.store("p")
+    other.truth = one.truth
+    assert other.load("p") == 0
+    assert one.load("p") == 10
+
+
+def test_an_engine_begins_without_its_server_and_attaches_when_it_comes(
+    tmp_path, attach, until, caplog
+):
+    engine = attach(str(tmp_path / "s"))
+    engine.store("p")
+    assert engine.load("p") == 0
+    assert caplog.text.count("there is no I/O server") == 1
+    server = HostServer(tmp_path)
+    try:
+        until(lambda: engine.client.tiers["serve"].is_complete and not engine.client._is_opening)
+        engine.store("p")
+        assert engine.load("p") == 10
+        assert engine.died == 0
+        assert server.stop() == 0
+        assert engine.load("p") == 0
+    finally:
+        server.process.kill()
+        server.process.wait()
+
+
+def test_the_death_of_the_server_costs_misses(server, attach, until):
+    engine = attach(server.path)
+    engine.store("p")
+    assert engine.load("p") == 10
+    server.kill()
+    until(lambda: engine.died)
+    engine.store("q")
+    assert engine.load("p") == engine.load("q") == 0
+    server.start()
+    until(lambda: not engine.client._is_opening)
+    engine.store("p")
+    engine.await_hits("p")
+
+
+def test_chunks_on_a_disk_survive_the_server(tmp_path, attach, until):
+    disk = {"type": "disk", "root": str(tmp_path / "kv"), "capacity": "64MiB", "min_free": 0}
+    server = HostServer(tmp_path, memory="64KiB", backends=[disk])
+    try:
+        engine = attach(server.path)
+        engine.store("p")
+        engine.store("q")  # a part of p leaves the memory
+        assert engine.load("p") == engine.load("q") == 10
+        assert server.stop() == 0
+        until(lambda: engine.died)
+        server.start()
+        engine.await_hits("p")
+    finally:
+        server.process.kill()
+        server.process.wait()
+
+
+def test_a_server_that_is_stopped_costs_misses_until_it_runs_again(server, attach, until):
+    engine = attach(server.path)
+    engine.wait_at_most(0.2)
+    engine.store("p")
+    os.kill(server.process.pid, signal.SIGSTOP)
+    begun_s = time.monotonic()
+    assert engine.load("p") == 0
+    assert time.monotonic() < begun_s + 5.0
+    engine.wait_at_most(10.0)
+    os.kill(server.process.pid, signal.SIGCONT)
+    engine.store("p")
+    engine.await_hits("p")
+
+
+@pytest.mark.chaos
+@pytest.mark.parametrize("kills", [10, 1000])
+def test_killed_clients_leave_right_bytes_and_nothing_else(server, attach, until, kills):
+    """Each is killed in the middle of a store or a load, while another goes on."""
+    rng, engine = random.Random(kills), attach(server.path)
+    engine.store("p")
+    held = Path(f"/proc/{server.process.pid}/fd")
+    before = len(list(held.iterdir()))
+    clients = [ClientProcess(server.path, seed) for seed in range(2)]
+    for i in range(kills):
+        time.sleep(rng.uniform(0, 0.05))
+        said = clients.pop(rng.randrange(len(clients))).kill()
+        assert said == "", "wrong bytes"
+        clients.append(ClientProcess(server.path, 1000 + i))
+        assert engine.load("p") == 10
+    for client in clients:
+        assert client.kill() == "", "wrong bytes"
+    until(lambda: server.slabs == 1)
+    until(lambda: len(list(held.iterdir())) <= before)
+    engine.store("last")
+    assert engine.load("last") == 10
+    assert "Traceback" not in server.log
+
+
+def test_operators_see_the_server_and_its_engines(tmp_path, attach, until):
+    port, told = free_port(), {}
+    server = HostServer(tmp_path, metrics_port=port)
+    try:
+        engine = attach(server.path)
+        engine.store("p")
+        assert engine.load("p") == 10
+
+        def has_figures():
+            told.update(of_page(fetch(f"http://127.0.0.1:{port}")).plain)
+            return any(each["load_bytes"] for each in told.get("attached", {}).values())
+
+        until(has_figures)
+        assert told["engines"] == 1
+        moved = told["attached"][str(os.getpid())]
+        assert moved["load_bytes"] == moved["store_bytes"]
+        assert told["tiers"]["memory"]["capacity_bytes"] == 16 << 20
+        assert [each.verdict for each in server_findings(server.path)] == ["ok"]
+        server.kill()
+        (finding,) = server_findings(server.path)
+        assert (finding.check, finding.verdict) == ("server", "failed")
+        assert "kvoffload serve" in finding.remedy
+    finally:
+        server.process.kill()
+        server.process.wait()

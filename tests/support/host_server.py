@@ -1,0 +1,182 @@
+"""The server of a host (``kvoffload serve``) as a process that tests start, kill and stop."""
+
+import hashlib
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+STARTED_S = 30.0
+KEYS = 200
+CLIENT = """
+import hashlib, os, random, sys, threading
+from kvoffload.io.attached import AttachedServer
+from kvoffload.io.client import IOClient
+from kvoffload.transfer.slab import Slab, create_shared_memory
+from tests.support.host_server import KEYS, SIZE, Job, key_of, payload_of
+from tests.support.io_rig import opening
+
+path, rng = sys.argv[1], random.Random(int(sys.argv[2]))
+fd = create_shared_memory(16 * SIZE)
+slab, wanted = Slab(16, SIZE, fd), opening([("serve", "serve", {})], SIZE)
+client = IOClient(lambda: AttachedServer(path, fd), wanted, 9.0, 9.0, needs_server=False)
+print("attached", flush=True)
+while True:
+    first = rng.randrange(KEYS)
+    keys, job = [key_of(first + i) for i in range(16)], Job()
+    if rng.random() < 0.5:
+        for i, key in enumerate(keys):
+            slab.slot(i, SIZE)[:] = payload_of(key)
+        client.store("serve", keys, range(16), SIZE, job)
+        job.over.wait()
+    else:
+        client.load("serve", keys, range(16), SIZE, job)
+        job.over.wait()
+        for i, key in enumerate(keys):
+            if job.ok[i] and slab.slot(i, SIZE) != payload_of(key):
+                print("wrong", flush=True)
+"""
+"""Stores and loads chunks for ever, and says so if one is wrong."""
+SIZE = 32 << 10
+ENGINE = """
+import json, os, sys
+from tests.conftest import FakeRequest, make_kv_caches
+from tests.support.small_engine import SmallEngine
+
+engine = SmallEngine(make_kv_caches(), FakeRequest, serve=sys.argv[1])
+for line in sys.stdin:
+    name, *arguments = json.loads(line)
+    told = getattr(engine, name)(*arguments)
+    truth = [t.tolist() for t in engine.truth[arguments[0]]] if name == "store" else None
+    print(json.dumps(told if truth is None else truth), flush=True)
+"""
+
+
+def key_of(number):
+    return hashlib.sha256(b"%d" % number).digest() + bytes(4)
+
+
+def payload_of(key):
+    return hashlib.sha256(key).digest() * (SIZE // 32)
+
+
+class Job:
+    """Waits for the end of one job."""
+
+    def __init__(self):
+        self.over, self.ok = threading.Event(), b""
+
+    def arrived(self, numbers):
+        pass
+
+    def ended(self, ok, reason, settled, io_time_s):
+        self.ok = ok
+        self.over.set()
+
+    def released(self):
+        pass
+
+
+class HostServer:
+    """A server over a folder; its maker stops it.
+
+    Args:
+        folder: gets its socket, its settings and its log.
+        settings: further ones, or others.
+    """
+
+    def __init__(self, folder, **settings):
+        self.path = str(folder / "s")
+        self.log_file = folder / "server.log"
+        self._config = folder / "serve.json"
+        given = {"socket": self.path, "memory": "16MiB", **settings}
+        self._config.write_text(json.dumps(given))
+        self.start()
+
+    def start(self):
+        with self.log_file.open("a") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "kvoffload", "serve", "--config", str(self._config)],
+                stdout=log,
+                stderr=log,
+                cwd=ROOT,
+            )
+        end_s = time.monotonic() + STARTED_S
+        while not self.is_listening():
+            assert self.process.poll() is None, self.log
+            assert time.monotonic() < end_s, "the server does not start"
+            time.sleep(0.01)
+
+    def is_listening(self):
+        with socket.socket(socket.AF_UNIX) as sock:
+            return sock.connect_ex(self.path) == 0
+
+    @property
+    def log(self):
+        return self.log_file.read_text()
+
+    @property
+    def slabs(self):
+        """Memory files of engines that it has mapped."""
+        maps = Path(f"/proc/{self.process.pid}/maps").read_text()
+        return maps.count("memfd:kvoffload-slab")
+
+    def kill(self):
+        self.process.kill()
+        self.process.wait()
+
+    def stop(self):
+        """End it as a service manager does; return its exit code."""
+        self.process.terminate()
+        return self.process.wait(30)
+
+
+class EngineInAProcess:
+    """A small engine in a process of its own, attached to a server."""
+
+    def __init__(self, path):
+        self.process = subprocess.Popen(
+            [sys.executable, "-W", "ignore", "-c", ENGINE, path],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            cwd=ROOT,
+            env={**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT}/tests/helpers"},
+        )
+
+    def send(self, *call):
+        self.process.stdin.write(json.dumps(call) + "\n")
+        self.process.stdin.flush()
+
+    def do(self, *call):
+        """Call a method of the engine; return what it returned, of a store the bytes."""
+        self.send(*call)
+        return json.loads(self.process.stdout.readline())
+
+    def kill(self):
+        self.process.kill()
+        self.process.communicate()
+
+
+class ClientProcess:
+    """A process that stores and loads for ever, quick to start."""
+
+    def __init__(self, path, seed):
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", CLIENT, path, str(seed)],
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd=ROOT,
+        )
+        assert self.process.stdout.readline() == "attached\n"
+
+    def kill(self):
+        """Kill it; return what else it has said."""
+        self.process.kill()
+        return self.process.communicate()[0]
