@@ -15,6 +15,7 @@ from tests.support import redis_server
 from tests.support.file_faults import flip
 from tests.support.prometheus import NEEDED, scraping
 from tests.support.redis_server import RedisServer, free_port
+from tests.support.server_faults import killed
 from tests.support.small_disk import small_disk
 
 pytestmark = [
@@ -114,10 +115,9 @@ def test_a_killed_redis(night, tmp_path):
     server = RedisServer(tmp_path)
     try:
         night = night(redis(server))
-        server.kill()
-        assert night.fires("KVOffloadTierDown")
-        assert night.ask('ALERTS{alertname="KVOffloadBreakerOpen", alertstate="firing"}', 5)
-        server.start()
+        with killed(server):
+            assert night.fires("KVOffloadTierDown")
+            assert night.ask('ALERTS{alertname="KVOffloadBreakerOpen", alertstate="firing"}', 5)
         assert night.shows("kvoffload_tier_up == 1")
     finally:
         server.stop()

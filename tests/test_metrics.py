@@ -51,6 +51,7 @@ from kvoffload.metrics.samples import (
 )
 from tests.support import redis_server
 from tests.support.redis_server import free_port
+from tests.support.server_faults import killed
 
 prometheus_client = pytest.importorskip("prometheus_client", reason="needs the extra 'metrics'")
 
@@ -382,15 +383,14 @@ def test_a_killed_redis_is_down_with_an_open_breaker_and_up_when_it_is_back(
     try:
         connector, scraped = serving(backends=[{"type": "redis", "url": server.url}])
         until(lambda: scraped()[up] == 1)
-        server.kill()
 
         def is_down():
             connector.get_num_new_matched_tokens(new_request("a", 41), 0)
             found = scraped()
             return (found[up], found[breakers]) == (0, 1)
 
-        until(is_down)
-        server.start()
+        with killed(server):
+            until(is_down)
         until(lambda: (scraped()[up], scraped()[breakers]) == (1, 0), 30)
     finally:
         server.stop()

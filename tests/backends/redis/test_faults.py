@@ -13,6 +13,7 @@ import pytest
 from kvoffload.testing.backends import keys_of
 from tests.support.redis_engine import PATIENT, RedisEngine, until
 from tests.support.redis_server import BINARY, MISSING, RedisServer, free_port
+from tests.support.server_faults import killed, paused, restarted_empty
 
 pytestmark = pytest.mark.skipif(BINARY is None, reason=MISSING)
 
@@ -24,18 +25,20 @@ def server(tmp_path):
     server.stop()
 
 
-async def test_killed_it_is_left_alone_and_found_again(server):
+@pytest.mark.parametrize("fault", [killed, paused])
+async def test_ill_it_is_left_alone_and_found_again(server, fault):
     async with RedisEngine(server.url) as engine:
         await engine.back()
-        server.kill()
-        await engine.shut_out()
-        assert await engine.load() == [False] * 8
-        assert await engine.store() == [False] * 8
-        assert await engine.backend.contains(engine.keys) == [False] * 8
-        connects = engine.count("connect_failed")
-        await engine.load()
-        assert engine.count("connect_failed") == connects  # open means: not even tried
-        server.start()
+        with fault(server):
+            await engine.shut_out()
+            assert await engine.load() == [False] * 8
+            assert await engine.store() == [False] * 8
+            assert await engine.backend.contains(engine.keys) == [False] * 8
+            connects = engine.count("connect_failed")
+            await engine.load()
+            assert engine.count("connect_failed") == connects  # open means: not even tried
+        if fault is paused:
+            await until(engine.hits)  # nothing was lost meanwhile
         await engine.back()
 
 
@@ -49,18 +52,16 @@ async def test_restarted_empty_it_has_nothing(server):
     async with RedisEngine(server.url, **PATIENT) as engine:
         await engine.store()
         assert await engine.backend.contains(engine.keys) == [True] * 8
-        server.kill()
-        server.start()
-        assert await engine.backend.contains(engine.keys) == [False] * 8
-        assert not any(await engine.load())
+        with restarted_empty(server):
+            assert await engine.backend.contains(engine.keys) == [False] * 8
+            assert not any(await engine.load())
         await engine.back()
 
 
 async def test_restarted_and_used_again_the_facts_are_back(server):
     async with RedisEngine(server.url) as engine:
-        server.kill()
-        await engine.backend.describe({"model": "llama"})
-        server.start()
+        with killed(server):
+            await engine.backend.describe({"model": "llama"})
         await engine.back()
 
         async def known():
@@ -82,29 +83,14 @@ async def disconnected(engine):
     return engine.count("connections") == 0
 
 
-async def test_paused_it_is_left_alone_and_found_again(server):
-    async with RedisEngine(server.url) as engine:
-        await engine.back()
-        server.pause()
-        try:
-            await engine.shut_out()
-            assert await engine.load() == [False] * 8
-        finally:
-            server.resume()
-        await until(engine.hits)  # nothing was lost meanwhile
-
-
 @pytest.mark.chaos
 async def test_paused_for_half_a_minute(server):
     async with RedisEngine(server.url) as engine:
         await engine.back()
-        server.pause()
-        try:
+        with paused(server):
             for _ in range(300):
                 await engine.load()
                 await asyncio.sleep(0.1)
-        finally:
-            server.resume()
         await until(engine.hits)
 
 

@@ -13,6 +13,7 @@ from collections import Counter
 import pytest
 
 from tests.support import file_faults, redis_server
+from tests.support.server_faults import paused
 from tests.support.small_disk import small_disk
 
 pytestmark = [pytest.mark.timeout(900), pytest.mark.long]
@@ -236,11 +237,8 @@ def test_redis_killed_and_started_again_and_again(on_redis, redis):
 
 
 def test_redis_paused(on_redis, redis):
-    redis.pause()
-    try:
+    with paused(redis):
         counted, hits = on_redis.run(rounds=3)
-    finally:
-        redis.resume()
     assert hits == 0
     assert counted["redis_breaker_opened"] > 0, counted
     on_redis.recover()

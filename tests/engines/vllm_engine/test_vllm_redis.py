@@ -10,6 +10,7 @@ import pytest
 
 from tests.engines.vllm_engine.counted import events
 from tests.support import redis_server
+from tests.support.server_faults import FAULTS
 
 pytestmark = [
     pytest.mark.timeout(1800),
@@ -95,44 +96,23 @@ def test_the_first_hits_what_the_second_stores_while_both_run(first, second, pro
     assert again["cached"] == [CACHED]
 
 
-def killed(server):
-    server.kill()
-    yield
-    server.start()
+COUNTED = {
+    "killed": ("redis_connect_failed", "redis_breaker_opened"),
+    "paused": ("redis_connection_lost_timeout", "redis_breaker_opened"),
+    "restarted empty": ("redis_read_missing", "redis_connection_lost_closed"),
+}
 
 
-def paused(server):
-    server.pause()
-    yield
-    server.resume()
-
-
-def restarted_empty(server):
-    server.kill()
-    server.start()
-    yield
-
-
-@pytest.mark.parametrize(
-    ("trouble", "why"),
-    [
-        (killed, ("redis_connect_failed", "redis_breaker_opened")),
-        (paused, ("redis_connection_lost_timeout", "redis_breaker_opened")),
-        (restarted_empty, ("redis_read_missing", "redis_connection_lost_closed")),
-    ],
-    ids=["killed", "paused", "restarted empty"],
-)
-def test_requests_go_on_while_redis_is(first, told, prompts, server, traffic, trouble, why):
+@pytest.mark.parametrize("fault", FAULTS)
+def test_requests_go_on_while_redis_is(first, told, prompts, server, traffic, fault):
     before = events(first)
     with traffic(first, prompts(PROMPTS, LENGTH), told) as running:
         running.wait_for(2 * PROMPTS)
-        steps = trouble(server)
-        next(steps)
-        running.wait_for(2 * PROMPTS)
-        list(steps)  # undone
+        with FAULTS[fault](server):
+            running.wait_for(2 * PROMPTS)
         running.wait_for(PROMPTS)
     told_why = events(first) - before
-    assert any(told_why[reason] for reason in why), told_why
+    assert any(told_why[reason] for reason in COUNTED[fault]), told_why
     with traffic(first, prompts(PROMPTS, LENGTH), told) as running:
         running.wait_for_hits(PROMPTS * CACHED // 2)  # back, and used again
 
