@@ -13,6 +13,8 @@ import typer
 from kvoffload.cli.output import say
 from kvoffload.config import human_bytes
 from kvoffload.config_sources import read_file
+from kvoffload.control import is_supported
+from kvoffload.errors import ConfigError
 from kvoffload.io.process import give_way
 from kvoffload.io.service.listener import Listener, tell_systemd
 from kvoffload.io.service.service import Service, run_service
@@ -46,6 +48,8 @@ def command(
         tiers = ", ".join(["memory", *(tier.type for tier in settings.backends)])
         say(f"the settings are right; {human_bytes(settings.memory)} of memory; stores: {tiers}")
         return
+    if not is_supported():
+        raise ConfigError("socket", settings.socket, "needs Linux, which tells users of sockets")
     text = "%(asctime)s %(levelname)s %(name)s: %(message)s"
     logging.basicConfig(level=logging.INFO, format=text, stream=sys.stderr)
     check_host_memory(settings.memory, "memory")

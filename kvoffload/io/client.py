@@ -451,6 +451,8 @@ class IOClient:
             if str(error) != self._why_down:
                 self._why_down = str(error)
                 log.error("there is no I/O server, and all is a miss until there is: %s", error)
+            for tier in self.tiers.values():
+                tier.refused()
             self._backoff.failed()
 
     def _connect(self) -> None:

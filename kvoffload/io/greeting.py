@@ -12,12 +12,12 @@ import socket
 import stat
 import struct
 
+from kvoffload.control import peer
 from kvoffload.io.protocol import VERSION
 
 MAGIC = b"kvoffload serve\n"
 _GREETING = struct.Struct(f"<{len(MAGIC)}sI")
 _DESCRIPTORS = 2
-_CREDENTIALS = struct.Struct("3i")
 
 
 def check_user(sock: socket.socket, *allowed: int) -> int:
@@ -26,11 +26,10 @@ def check_user(sock: socket.socket, *allowed: int) -> int:
     Raises:
         PermissionError: it belongs to a user who is not allowed.
     """
-    found = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    pid, user, _ = _CREDENTIALS.unpack(found)
+    pid, user = peer(sock)
     if user not in allowed:
         raise PermissionError(f"process {pid} belongs to user {user}")
-    return int(pid)
+    return pid
 
 
 def greet(sock: socket.socket, slab_fd: int, pipe_fd: int) -> None:

@@ -65,6 +65,7 @@ class RemoteTier:
         """Tables of questions without an answer."""
         self._relayed: dict[bytes, bool] | None = None
         """Chunks that appeared or left since they were last taken; None unless they are relayed."""
+        self._keeps_changes = False
         self._loads, self._stores = Traffic(LOADS, name), Traffic(STORES, name)
         self._told: tuple[Counter[str], Figures | None] = (Counter(), None)
         """What earlier openings of the store have counted, and the figures of this one. They are
@@ -111,14 +112,18 @@ class RemoteTier:
 
     # ---- the same, for another process ----
 
-    def relay(self) -> None:
+    def relay(self, *, changes: bool = True) -> None:
         """Let :meth:`take_changes` and :meth:`ask_for` tell what the store has, and no lookup.
 
         Before the first change of a listing was taken, all that is there counts as changed.
+
+        Args:
+            changes: whether they are taken. If not, none is kept.
         """
+        self._keeps_changes = changes
         with self._lock:
             if self._relayed is None:
-                self._relayed = dict.fromkeys(self._keys, True)
+                self._relayed = dict.fromkeys(self._keys if changes else (), True)
             self._keys.clear()
             self._cache = None
 
@@ -259,8 +264,9 @@ class RemoteTier:
             if keys is not self._keys:
                 return
             if self._relayed is not None:
-                self._relayed.update(dict.fromkeys(added, True))
-                self._relayed.update(dict.fromkeys(message.removed, False))
+                if self._keeps_changes:
+                    self._relayed.update(dict.fromkeys(added, True))
+                    self._relayed.update(dict.fromkeys(message.removed, False))
             else:
                 keys.update(added)
                 keys.difference_update(message.removed)

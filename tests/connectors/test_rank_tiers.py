@@ -12,7 +12,7 @@ from kvoffload.connectors.vllm import rank_tiers
 from kvoffload.connectors.vllm.rank_tiers import QUIET_S, PresenceQuery, RankTiers, WorkerPresence
 from kvoffload.io.chunk_jobs import same_length
 from kvoffload.io.open_stores import OpenStore
-from kvoffload.io.protocol import Present
+from kvoffload.io.protocol import PresenceChanges, Present
 from kvoffload.io.remote_tier import ANSWER_S, RemoteTier
 from kvoffload.testing.backends import filled, keys_of
 
@@ -320,3 +320,18 @@ def test_announced_chunks_of_a_store_that_lists_nothing_are_bounded(monkeypatch)
     tier.written(KEYS[:3])
     tier.removed([Removal(key, "evicted") for key in KEYS[:3]])
     assert [removal.key for removal in tier.take_removals()] == KEYS[1:3]
+
+
+async def test_a_server_that_came_after_the_workers_is_asked_and_its_list_is_not_kept():
+    """A worker that began without the host's server has told the scheduler of no list."""
+    tier = RemoteTier("serve", 1.0, lambda: None)
+    worker = WorkerPresence(0, {"serve": tier})
+    assert not worker.listed
+    tier.opened(True)
+    tier.announced(PresenceChanges("serve", KEYS, [], True))
+    assert not tier.has_changes
+    worker.ask({"serve": Question(1, KEYS[:2])})
+    tier.answered(Present("serve", tier.take_questions(), [True, False]))
+    (answer,) = worker.take_answers()
+    assert list(answer.present) == [True, False]
+    assert worker.take_parts() == []

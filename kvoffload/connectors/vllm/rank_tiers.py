@@ -452,8 +452,9 @@ class WorkerPresence:
         self._completed: set[str] = set()
         self._questions: list[_Asked] = []
         """Those without an answer."""
-        for tier in tiers.values():
-            tier.relay()
+        for name, tier in tiers.items():
+            # A server of the host that came later may list, and its changes are not taken.
+            tier.relay(changes=name in self.listed)
 
     def renew(self, generation: str) -> None:
         """Report of the stores that were opened by this order to renew from now on."""

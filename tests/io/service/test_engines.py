@@ -141,6 +141,25 @@ def test_killed_clients_leave_right_bytes_and_nothing_else(server, attach, until
     assert "Traceback" not in server.log
 
 
+@pytest.mark.chaos
+@pytest.mark.parametrize("kills", [5, 300])
+def test_killed_servers_cost_two_clients_no_right_byte(server, attach, until, kills):
+    """Clients store and load all the time, and go on with each next server."""
+    rng, engine = random.Random(kills), attach(server.path)
+    clients = [ClientProcess(server.path, seed) for seed in range(2)]
+    for i in range(kills):
+        time.sleep(rng.uniform(0, 0.2))
+        server.kill()
+        server.start()
+        if i % 5 == 4:  # else it is killed while engines attach
+            until(lambda: engine.client._link.is_up and not engine.client._is_opening)
+            engine.store("p")
+            engine.await_hits("p")
+    for client in clients:
+        assert client.process.poll() is None
+        assert client.kill() == "", "wrong bytes"
+
+
 def test_operators_see_the_server_and_its_engines(tmp_path, attach, until):
     port, told = free_port(), {}
     server = HostServer(tmp_path, metrics_port=port)
