@@ -330,7 +330,7 @@ async def test_a_server_that_came_after_the_workers_is_asked_and_its_list_is_not
     tier.opened(True)
     tier.announced(PresenceChanges("serve", KEYS, [], True))
     assert not tier.has_changes
-    worker.ask({"serve": Question(1, KEYS[:2])})
+    worker.ask({"serve": PresenceQuery(1, KEYS[:2])})
     tier.answered(Present("serve", tier.take_questions(), [True, False]))
     (answer,) = worker.take_answers()
     assert list(answer.present) == [True, False]

@@ -22,6 +22,7 @@ from kvoffload.backends.base import (
 from kvoffload.backends.changes import ChangedKeys
 from kvoffload.backends.log_rate import Throttle
 from kvoffload.errors import ConfigError
+from kvoffload.policies.told_return import ToldReturn
 
 T = TypeVar("T")
 _failures = Throttle(logging.getLogger(__name__))
@@ -103,6 +104,11 @@ class Layers(Observable, ReadsEach, Spares):
         for layer in self.layers.values():
             if isinstance(layer, Spares):
                 layer.spare(keys)
+
+    def expect(self, returns: Sequence[ToldReturn], share: float) -> None:
+        for layer in self.layers.values():
+            if isinstance(layer, Spares):
+                layer.expect(returns, share)
 
     # ---- figures ----
 

@@ -30,6 +30,7 @@ from kvoffload.io.service.host_store import HostStore
 from kvoffload.io.service.layers import Layers, layered
 from kvoffload.metrics.names import CAPACITY_BYTES, RESIDENT_BYTES, TIER_EVENTS
 from kvoffload.metrics.samples import Sample
+from kvoffload.policies.told_return import ToldReturn
 
 log = logging.getLogger(__name__)
 
@@ -249,6 +250,9 @@ class StoreView(Observable, ReadsEach, Spares, Purges):
     def spare(self, keys: Collection[bytes]) -> None:
         self.spared = keys
         self._shared.spare()
+
+    def expect(self, returns: Sequence[ToldReturn], share: float) -> None:
+        self._store.expect(returns, share)
 
     def usage(self) -> Usage:
         return self._store.usage()

@@ -1,6 +1,7 @@
 """Views of a shared store: each passes the suite of backends, and what one does the rest learn."""
 
 import asyncio
+import math
 
 import pytest
 
@@ -11,6 +12,7 @@ from kvoffload.io.service.host_store import HostStore
 from kvoffload.io.service.layers import layered
 from kvoffload.io.service.shared_stores import SharedStore, SharedStores
 from kvoffload.policies.lru import LRUPolicy
+from kvoffload.policies.told_return import ToldReturn
 from kvoffload.testing import BackendSuite
 from kvoffload.testing.backends import CHUNK_BYTES, filled, keys_of, slots
 from tests.support.io_rig import opening
@@ -93,6 +95,23 @@ async def test_what_the_queues_of_all_engines_need_leaves_last():
     listed(one)
     assert [one.holds(key) for key in keys] == [False, False, True, False]
     await one.close()
+    await stores.close()
+
+
+async def test_the_disk_below_learns_when_the_sessions_of_an_engine_return(tmp_path):
+    on_disk = CHUNK_BYTES + 2 * 4096
+    room = {"capacity": 8 * on_disk, "high_watermark": 1.0, "min_free": 0}
+    disk = TierSettings("disk", "disk", {"root": str(tmp_path / "kv"), **room}, "")
+    stores, keys = new_stores(2, disk), keys_of(6)
+    one, two = await opened(stores), await opened(stores)
+    await one.write(keys, filled(keys))
+    one.expect([ToldReturn(b"a", keys[:2], math.inf, 0)], 1.0)
+    new = keys_of(4, "new")
+    await two.write(new, filled(new))
+    listed(one)
+    assert [one.holds(key) for key in keys] == [False] * 2 + [True] * 4
+    for view in (one, two):
+        await view.close()
     await stores.close()
 
 
