@@ -111,6 +111,20 @@ async def test_no_secret_is_shown_and_a_file_of_others_is_warned_of(monkeypatch,
         assert "AKIAEXAMPLE" not in text
 
 
+async def test_small_chunks_are_warned_of(caplog):
+    backend = open_backend("object", {"url": "s3://bucket/kv"}, "n")
+    backend.check_fit(8 << 20)
+    assert not caplog.records
+    backend.check_fit(512 << 10)
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert "512.0 KiB" in line
+    assert "blocks_per_chunk" in line
+    other = open_backend("object", {"url": "s3://bucket/kv"}, "m")
+    assert backend.place == other.place, "a second tier there would store each chunk twice"
+    await backend.close()
+    await other.close()
+
+
 WITHOUT = """
 import sys
 sys.modules["obstore"] = None
