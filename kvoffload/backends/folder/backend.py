@@ -200,7 +200,12 @@ class FolderBackend(AsyncBackend):
         into: Sequence[memoryview],
         arrived: Callable[[int], None],
     ) -> list[bool | ReadResult]:
-        answers = await super().read_each(keys, into, arrived)
+        try:
+            answers = await super().read_each(keys, into, arrived)
+        except asyncio.CancelledError:
+            for key in keys:
+                self._opened.pop(key, None)
+            raise
         for key, answer in zip(keys[::-1], answers[::-1], strict=True):  # heads are used last
             facts = self._opened.pop(key, None)
             if answer is ReadResult.MISSING and facts is None:

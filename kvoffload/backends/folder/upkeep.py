@@ -27,8 +27,8 @@ TURN_S = 1.0
 LEASE_S = 15.0
 """A lease that is older, by the server's clock, is free to take."""
 _RENEW_S = LEASE_S / 3
-_PAUSE_S = 0.02
-"""The least time between two turns."""
+_PAUSE_S, _LONG_PAUSE_S = 0.02, 0.2
+"""The least time between two turns, of the process that evicts and of the others."""
 _LOOK_S = 5.0
 """Time between two looks whether the root is still the same."""
 _TIMES_A_TURN = 256
@@ -108,7 +108,7 @@ class Housekeeper:
             self._wake.clear()
             if not self._is_closing:
                 self._turn()
-                time.sleep(_PAUSE_S)
+                time.sleep(_PAUSE_S if self.is_evictor else _LONG_PAUSE_S)
         self._leave()
 
     def _turn(self) -> None:

@@ -3,6 +3,7 @@
 import asyncio
 import os
 import shutil
+import sys
 
 import pytest
 from folder_parts import ON_DISK, load, open_folder, path_of, store, store_at_last, until
@@ -47,6 +48,12 @@ def test_a_bad_setting_is_named_before_anything_is_touched(tmp_path, options, me
         open_backend("folder", {"root": str(root), **options}, "ns")
     assert message in str(error.value)
     assert not root.exists()
+
+
+def test_without_its_extra_the_setting_names_it(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "aiofiles.os", None)
+    with pytest.raises(ConfigError, match=r"needs its extra: pip install .*\[folder\]"):
+        open_backend("folder", {"root": str(tmp_path / "kv")}, "ns")
 
 
 @pytest.mark.parametrize("secret", [b"", b"short", b"a" * 64, b"\n" * 64])
