@@ -1,4 +1,4 @@
-"""The folder backend: conformance, with and without a secret."""
+"""The folder backend: conformance, plain, encrypted, and with a secret."""
 
 from typing import ClassVar
 
@@ -37,6 +37,7 @@ class TestOneThread(FolderSuite):
     settings: ClassVar = {"threads": 1}
 
 
+@pytest.mark.chaos  # its seal has the place of that of encryption; test_sharing.py has the rest
 class TestSecret(FolderSuite):
     @property
     def settings(self):

@@ -9,7 +9,7 @@ CAPACITY = 64 * ON_DISK
 
 
 @pytest.mark.parametrize(
-    "kills", [40, pytest.param(10_000, marks=[pytest.mark.chaos, pytest.mark.timeout(3000)])]
+    "kills", [24, pytest.param(10_000, marks=[pytest.mark.chaos, pytest.mark.timeout(3000)])]
 )
 def test_no_kill_gives_a_wrong_byte_or_breaks_the_capacity(mounts, monkeypatch, kills):
     for module in (folder_crash.upkeep, folder_crash.evictor, folder_crash.scan):

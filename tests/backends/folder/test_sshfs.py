@@ -1,4 +1,7 @@
-"""Two hosts on a real network file system: sshfs, whose server is stopped, continued and killed."""
+"""Two hosts on a real network file system: sshfs, whose server is stopped, continued and killed.
+
+``make chaos`` runs these; other tests have two mounts of one file system in memory.
+"""
 
 import asyncio
 import signal
@@ -14,7 +17,7 @@ from kvoffload.testing.backends import keys_of, slots
 from tests.backends.folder.test_backend import FolderSuite
 from tests.support.sshfs_mounts import MISSING, is_possible, sshfs_mounts
 
-pytestmark = pytest.mark.skipif(not is_possible(), reason=MISSING)
+pytestmark = [pytest.mark.skipif(not is_possible(), reason=MISSING), pytest.mark.chaos]
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +73,6 @@ async def test_a_stopped_server_is_misses_by_the_deadline_and_serves_again(roots
     await patient.close()
 
 
-@pytest.mark.long
 async def test_doctor_measures_both_mounts(roots, monkeypatch):
     monkeypatch.setattr(doctor, "_DEPTHS", (2,))
     await open_folder(roots[0]).close()
@@ -83,7 +85,6 @@ async def test_doctor_measures_both_mounts(roots, monkeypatch):
     assert found["depth 2"].verdict != "failed"
 
 
-@pytest.mark.chaos
 class TestSshfs(FolderSuite):
     @pytest.fixture(autouse=True)
     def _own_folder(self, served, request):

@@ -1,6 +1,6 @@
 """The conformance suite on a real server of Azure's protocol: Azurite, where it is installed.
 
-``npm install -g azurite@3.35.0`` installs it.
+``npm install -g azurite@3.35.0`` installs it, and ``make chaos`` runs these.
 """
 
 import base64
@@ -26,7 +26,7 @@ AZURITE = shutil.which("azurite-blob")
 ACCOUNT = "kvoffload"
 ACCOUNT_KEY = base64.b64encode(b"not a secret: " + bytes(50)).decode()
 
-pytestmark = pytest.mark.long
+pytestmark = pytest.mark.chaos
 if AZURITE is None:
     pytest.skip("needs Azurite: npm install -g azurite@3.35.0", allow_module_level=True)
 
