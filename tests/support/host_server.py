@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-STARTED_S = 30.0
+STARTED_S = 60.0
 KEYS = 200
 CLIENT = """
 import hashlib, os, random, sys, threading

@@ -1,0 +1,59 @@
+"""The server of a host killed at a named point, with engines attached: it costs misses only."""
+
+import os
+
+import pytest
+
+from tests.support import kill_points
+from tests.support.host_server import ROOT, HostServer
+
+pytestmark = pytest.mark.chaos
+
+POINTS = (
+    "Load:received", "Load:taken", "Store:received", "Store:taken",
+    "preadv:half", "Arrived:sent", "Answered:unsent", "Answered:half", "Answered:sent",
+    "pwritev:half", "Figures:unsent", "Alive:sent",
+    "Open:received", "store:opening", "store:opened", "Opened:unsent", "Opened:sent",
+    "PresenceChanges:sent", "end:begun",
+)  # fmt: skip
+ATTACHING = ("Open:received", "store:opening", "store:opened", "Opened:unsent", "Opened:sent")
+
+
+@pytest.fixture
+def kill_point(tmp_path, monkeypatch):
+    points = kill_points.installed(tmp_path, monkeypatch)
+    paths = [str(tmp_path / "kill_points"), str(ROOT), os.environ.get("PYTHONPATH", "")]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
+    return points
+
+
+@pytest.mark.parametrize("point", POINTS)
+def test_a_server_killed_at_a_named_point_costs_only_misses(
+    tmp_path, attach, until, kill_point, point
+):
+    disk = {"type": "disk", "root": str(tmp_path / "kv"), "capacity": "64MiB", "min_free": 0}
+    server = HostServer(tmp_path, memory="64KiB", backends=[disk])
+    try:
+        engine, other = attach(server.path), attach(server.path)
+        engine.store("p")
+        other.truth = engine.truth
+        other.await_hits("p")
+        kill_point.arm(point)
+        for i in range(50):
+            if point in ATTACHING:
+                attach(server.path, model=f"another {i}")
+            elif point == "end:begun":
+                other.connector.close()
+            engine.store(f"new {i}")
+            engine.load("p")
+            if kill_point.killed_s:
+                break
+        until(lambda: kill_point.killed_s)
+        server.process.wait(30)
+        server.start()
+        engine.await_hits("p")
+        engine.store("p2")
+        assert engine.load("p2") == 10
+    finally:
+        server.process.kill()
+        server.process.wait()
