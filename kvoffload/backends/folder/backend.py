@@ -4,7 +4,7 @@ This module is the asynchronous face. ``mount`` makes blocking calls on its thre
 up. ``chunk_files`` reads and writes one file, ``known`` remembers which exist, ``seal``
 authenticates chunks if there is a secret. In the background ``upkeep`` tells what was stored, by
 ``records`` that all hosts read. One process at a time is the ``evictor``; ``room`` is what it
-grants a process. ``shared_root`` opens the folder. Files and folders are those of the disk tier,
+leaves a process. ``shared_root`` opens the folder. Files and folders are those of the disk tier,
 and so is the code that names, walks and checks them.
 """
 

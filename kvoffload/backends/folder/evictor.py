@@ -1,4 +1,4 @@
-"""Evicts the least recently used files of all hosts, and says how much each host may store.
+"""Evicts the least recently used files of all hosts, and sets each process a limit.
 
 One process at a time does so. If two do for a moment, chunks leave too early: that costs hits.
 """
@@ -19,6 +19,8 @@ DEAD_S, SURELY_S = 20.0, 3.0
 a pause of the server all records look old at first."""
 LEAST_FREE, FREED = 0.05, 0.10
 """Shares of the capacity: eviction begins below the first, and ends at the second."""
+_NEWCOMER = 0.02
+"""Share of the capacity that one process may store before it is counted, at most."""
 _OF_A_FULL_MOUNT = 0.03
 """Share of the stored bytes to evict when the mount is full although the capacity is not."""
 _TURN_S, _BEHIND_S = 1.0, 0.2
@@ -55,8 +57,10 @@ class Evictor:
         """Bytes of files, as far as their writers have told; None before the first scan."""
         self.counted: dict[str, int] = {}
         """By token: what each process had stored when it was counted."""
-        self.granted_bytes = 0
-        """What each process may store beyond that."""
+        self.limits: dict[str, int] = {}
+        """By token: up to which of its stored bytes each process may store."""
+        self.newcomer_bytes = 0
+        """What a process may store that is not counted yet."""
         self._out_of_space: dict[str, int] = {}
         self._silent_s: dict[str, float] = {}
         """When the record of each silent process was first seen to be too old."""
@@ -78,12 +82,13 @@ class Evictor:
         # What the last evictor saw unfinished is to be seen again when it is old.
         self._scan_due_s, self._scan_again_s = 0.0, time.monotonic() + LEFTOVER_S
         self.resident_bytes, self.counted = 0 if is_new else None, {}
+        self.limits, self.unsure_bytes = {}, 0
         if lease is not None and lease.resident_bytes is not None:
             self.resident_bytes, self.counted = lease.resident_bytes, dict(lease.counted)
-            self.granted_bytes, self.unsure_bytes = lease.granted_bytes, lease.unsure_bytes
+            self.limits, self.unsure_bytes = dict(lease.limits), lease.unsure_bytes
 
     def turn(self, hosts: Mapping[str, tuple[HostRecord, float]], *, is_full: bool = False) -> None:
-        """Count what the processes stored, evict if there is need, and grant what is free.
+        """Count what the processes stored, evict if there is need, and share what is free.
 
         ``is_full``: the mount is full, although this process could not write that down.
         """
@@ -106,7 +111,7 @@ class Evictor:
         is_wanted = self.unsure_bytes > 0 or time.monotonic() > self._scan_again_s
         if self._scan is not None or is_wanted or len(self._oldest) < self._few:
             self._advance(time.monotonic() + _BEHIND_S)
-        self.granted_bytes = max(0, self._free_bytes - self.unsure_bytes) // shares
+        self._set_limits(hosts, shares, largest)
 
     @property
     def _free_bytes(self) -> int:
@@ -115,7 +120,7 @@ class Evictor:
     def _count(self, resident: int, hosts: Mapping[str, tuple[HostRecord, float]]) -> int:
         """Return the resident bytes with what each process stored since it was counted last.
 
-        A process that died may have stored all that it was granted, and told nothing of it. If it
+        A process that died may have stored up to its limit, and told nothing of it. If it
         only hung, it finds its record removed, and begins to count again.
         """
         silent = {token for token, (_, age_s) in hosts.items() if age_s > DEAD_S}
@@ -126,13 +131,41 @@ class Evictor:
             self.counted[token] = host.stored_bytes
             is_dead = token in silent and now_s - self._silent_s[token] > SURELY_S
             if is_dead and not host.is_closed:
-                self.unsure_bytes += self.granted_bytes
+                self.unsure_bytes += self._reserved(token, host)
             if is_dead or host.is_closed:
                 self._records.remove_host(token)
                 del self.counted[token]
-        for token in self.counted.keys() - hosts.keys():
-            del self.counted[token]
+        self.counted = {token: counted for token, counted in self.counted.items() if token in hosts}
         return max(0, resident)
+
+    def _reserved(self, token: str, host: HostRecord) -> int:
+        """Return what a process may store beyond what is counted of it, by any lease it knows."""
+        limit = max(self.limits.get(token, 0), host.limit_bytes)
+        return max(0, limit - host.stored_bytes)
+
+    def _set_limits(
+        self, hosts: Mapping[str, tuple[HostRecord, float]], shares: int, largest: int
+    ) -> None:
+        """Give each process a share of what is free and not reserved for others.
+
+        What is reserved for a process stays so until its record shows that it knows of a lower
+        limit. So all that may be stored and all that is stored never exceed the capacity.
+        """
+        reserved = {token: self._reserved(token, hosts[token][0]) for token in self.counted}
+        free = max(0, self._free_bytes - self.unsure_bytes)
+        share = free // shares
+        self.newcomer_bytes = min(share, int(self._capacity_bytes * _NEWCOMER))
+        free = max(0, free - self.newcomer_bytes - sum(reserved.values()))
+        self.limits = {token: self.limits.get(token, 0) for token in reserved}
+        enough = max(share * 3 // 4, min(largest, share))
+        short = sorted(token for token, left in reserved.items() if left < enough)
+        for number, token in enumerate(short):
+            more = min(share - reserved[token], free // (len(short) - number))
+            free -= more
+            self.limits[token] = self.counted[token] + reserved[token] + more
+        if short:  # those with more than a share give up the rest
+            for token in (token for token, left in reserved.items() if left > share):
+                self.limits[token] = self.counted[token] + share
 
     def _surplus(self, hosts: Mapping[str, tuple[HostRecord, float]], *, is_full: bool) -> int:
         """Return what to evict because stores failed on a full mount since the last turn."""

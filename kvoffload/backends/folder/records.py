@@ -43,13 +43,15 @@ class HostRecord(Record, frozen=True, kw_only=True):
     pid: int
     capacity_bytes: int
     stored_bytes: int
+    limit_bytes: int
+    """What it may store until it is told more, by the lease that it has read."""
     largest_bytes: int
     out_of_space: int
     is_closed: bool = False
 
 
 class LeaseRecord(Record, frozen=True, kw_only=True):
-    """Who evicts, what it has counted, and what each process may store until it is counted."""
+    """Who evicts, what it has counted, and what each process may store until it is told more."""
 
     holder: str
     """The token of a process; empty: it has closed, and any may take its place."""
@@ -59,10 +61,12 @@ class LeaseRecord(Record, frozen=True, kw_only=True):
     """Bytes of files under the root; None until they are counted for the first time."""
     unsure_bytes: int = 0
     """What processes may have stored before they died, until the next scan."""
-    granted_bytes: int
-    """For each process, beyond what is counted of it."""
+    newcomer_bytes: int
+    """What a process may store that is not counted yet."""
     counted: dict[str, int]
     """By token: the stored bytes of each process that are in ``resident_bytes``."""
+    limits: dict[str, int]
+    """By token: up to which of its stored bytes each process may store."""
 
 
 class Records:

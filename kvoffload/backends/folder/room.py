@@ -1,7 +1,7 @@
 """How much one process may store before the evictor has answered.
 
-The evictor counts what all processes say they stored. It grants each a number of bytes beyond what
-it has counted. So the capacity holds although no two hosts share a lock or a counter.
+The evictor counts what all processes say they stored, and sets each of them a limit. So the
+capacity holds although no two hosts share a lock or a counter.
 """
 
 import threading
@@ -22,9 +22,11 @@ class Room:
     def __init__(self, wake: Callable[[], None]) -> None:
         self._wake = wake
         self._lock = threading.Lock()
-        self._counted_bytes = self._granted_bytes = 0
+        self._counted_bytes = self._half_bytes = 0
         self.stored_bytes = 0
         """Since the start: of chunks, and of those being written."""
+        self.limit_bytes = 0
+        """What ``stored_bytes`` may become."""
         self.largest_bytes = 0
         """Of one file."""
         self.out_of_space = 0
@@ -35,31 +37,32 @@ class Room:
         size = bytes_on_disk(chunk_bytes)
         with self._lock:
             self.largest_bytes = max(self.largest_bytes, size)
-            ahead = self.stored_bytes + size - self._counted_bytes
-            has_room = ahead <= self._granted_bytes
+            has_room = self.stored_bytes + size <= self.limit_bytes
             if has_room:
                 self.stored_bytes += size
-        if ahead * 2 > self._granted_bytes:
+            is_short = not has_room or self.stored_bytes > self._half_bytes
+        if is_short:
             self._wake()
         return has_room
 
     def release(self, chunk_bytes: int, reason: str) -> None:
         """Count a chunk no more that was not written, for this reason."""
         with self._lock:
-            self.stored_bytes -= bytes_on_disk(chunk_bytes)
+            self.stored_bytes = max(0, self.stored_bytes - bytes_on_disk(chunk_bytes))
             self.out_of_space += reason in _OUT_OF_SPACE
         if reason in _OUT_OF_SPACE:
             self._wake()
 
-    def grant(self, counted_bytes: int, granted_bytes: int) -> None:
-        """Take in what the evictor has counted of this process, and grants it beyond that."""
+    def limit(self, limit_bytes: int, counted_bytes: int) -> None:
+        """Take in the limit, and what the evictor has counted of this process."""
         with self._lock:
-            self._counted_bytes, self._granted_bytes = counted_bytes, granted_bytes
+            self._counted_bytes, self.limit_bytes = counted_bytes, limit_bytes
+            self._half_bytes = (limit_bytes + counted_bytes) // 2
 
     def restart(self) -> None:
         """Begin to count again: the evictor has forgotten this process."""
         with self._lock:
-            self.stored_bytes = self._counted_bytes = self._granted_bytes = 0
+            self.stored_bytes = self.limit_bytes = self._counted_bytes = self._half_bytes = 0
 
     @property
     def uncounted_bytes(self) -> int:

@@ -1,7 +1,7 @@
 """The one thread in the background: tells what this process stored, and evicts if it is its turn.
 
 It makes blocking calls. On a mount that hangs it hangs too, alone. Another process then
-evicts, and this one may store no more than was granted.
+evicts, and this one stores no more than its limit.
 """
 
 import logging
@@ -137,6 +137,7 @@ class Housekeeper:
             pid=os.getpid(),
             capacity_bytes=self._capacity_bytes,
             stored_bytes=room.stored_bytes,
+            limit_bytes=room.limit_bytes,
             largest_bytes=room.largest_bytes,
             out_of_space=room.out_of_space,
             is_closed=self._is_closing,
@@ -153,14 +154,15 @@ class Housekeeper:
             self._told, self._told_s = record, time.monotonic()
 
     def _follow(self, lease: LeaseRecord | None) -> None:
-        """Take in what the evictor has counted and grants."""
+        """Take in what the evictor has counted, and the limit that it set."""
         if lease is None:
             return
-        is_counted = self._token in lease.counted
+        is_counted = self._token in lease.limits
         if self._was_counted and not is_counted:
             self.room.restart()  # it was stopped for so long that it counted as dead
         self._was_counted = is_counted
-        self.room.grant(lease.counted.get(self._token, 0), lease.granted_bytes)
+        limit = lease.limits.get(self._token, lease.newcomer_bytes)
+        self.room.limit(limit, lease.counted.get(self._token, 0))
         self.resident_bytes = lease.resident_bytes or 0
         self.num_hosts = max(1, len(lease.counted))
         if lease.capacity_bytes not in (self._capacity_bytes, self._differing_capacity):
@@ -203,9 +205,9 @@ class Housekeeper:
         self._is_full = False
         self._publish(self._token)
         if self._evictor.resident_bytes is not None:
-            counted = self._evictor.counted
-            self._was_counted = self._token in counted
-            self.room.grant(counted.get(self._token, 0), self._evictor.granted_bytes)
+            counted, limits = self._evictor.counted, self._evictor.limits
+            self._was_counted = self._token in limits
+            self.room.limit(limits.get(self._token, 0), counted.get(self._token, 0))
             self.resident_bytes, self.num_hosts = self._evictor.resident_bytes, len(counted)
 
     def _publish(self, holder: str) -> None:
@@ -216,8 +218,9 @@ class Housekeeper:
             capacity_bytes=self._capacity_bytes,
             resident_bytes=self._evictor.resident_bytes,
             unsure_bytes=self._evictor.unsure_bytes,
-            granted_bytes=self._evictor.granted_bytes,
+            newcomer_bytes=self._evictor.newcomer_bytes,
             counted=dict(self._evictor.counted),
+            limits=dict(self._evictor.limits),
         )
         if lease == self._written and time.monotonic() - self._written_s < _RENEW_S:
             return

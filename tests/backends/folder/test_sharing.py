@@ -5,7 +5,17 @@ import os
 import time
 
 import pytest
-from folder_parts import ON_DISK, SIZE, load, open_folder, path_of, store, stored_bytes, until
+from folder_parts import (
+    ON_DISK,
+    SIZE,
+    load,
+    open_folder,
+    path_of,
+    store,
+    store_at_last,
+    stored_bytes,
+    until,
+)
 
 from kvoffload.backends.folder import known, upkeep
 from kvoffload.backends.folder.places import LEASE
@@ -25,42 +35,61 @@ async def test_a_chunk_of_one_host_is_found_and_read_by_the_other(mounts):
     await two.close()
 
 
-async def test_the_capacity_holds_for_all_hosts_and_one_of_them_evicts(mounts):
-    capacity = 400 * ON_DISK
+async def test_the_capacity_holds_for_all_hosts_and_one_of_them_evicts(mounts, monkeypatch):
+    monkeypatch.setattr(upkeep, "TURN_S", 0.05)
+    capacity, root = 200 * ON_DISK, mounts[0] / "kv"
     hosts = [open_folder(mount / "kv", capacity=capacity) for mount in (*mounts, mounts[0])]
     most, is_over = 0, False
 
     async def work(number, host):
         stored = 0
-        for turn in range(60):
-            stored += sum(await store(host, keys_of(10, f"{number}-{turn}")))
+        for turn in range(2000):
+            stored += sum(await store(host, keys_of(5, f"{number}-{turn}")))
+            if stored > 60:
+                break
         return stored
 
     async def watch():
         nonlocal most
         while not is_over:
-            most = max(most, stored_bytes(mounts[0] / "kv"))
+            most = max(most, stored_bytes(root))
             await asyncio.sleep(0.01)
 
     watching = asyncio.ensure_future(watch())
     stored = await asyncio.gather(*(work(i, host) for i, host in enumerate(hosts)))
     is_over = True
     await watching
-    in_flight = 3 * 16 * ON_DISK
-    assert most <= capacity * 1.02 + in_flight
-    assert min(stored) > 100
-    assert most > capacity / 2
+    assert most <= capacity * 1.02
+    assert most > capacity * 0.8
+    assert min(stored) > 60  # each had its share
     assert sum(host.usage().gauges["evictor"] for host in hosts) == 1
     await asyncio.gather(*(host.close() for host in hosts))
 
 
-async def test_the_least_recently_used_of_all_hosts_leave_first(mounts):
+async def test_a_process_that_tells_late_has_its_room_reserved(mounts):
+    """Another host may fill the store in the second before it tells what it has stored."""
+    one, two = (open_folder(mount / "kv", capacity=64 * ON_DISK) for mount in mounts)
+    two._housekeeper._turn = lambda: None  # it tells nothing, and learns of no lower limit
+    stored = 0
+    for turn in range(40):
+        stored += sum(await store(two, keys_of(1, f"late{turn}")))
+        await store(one, keys_of(3, f"new{turn}"))
+        await asyncio.sleep(0.01)
+        assert stored_bytes(mounts[0] / "kv") <= 64 * ON_DISK
+    assert stored > 0
+    del two._housekeeper._turn
+    await one.close()
+    await two.close()
+
+
+async def test_the_least_recently_used_of_all_hosts_leave_first(mounts, monkeypatch):
+    monkeypatch.setattr(upkeep, "TURN_S", 0.05)
     one, two = (open_folder(mount / "kv", capacity=64 * ON_DISK) for mount in mounts)
     used, old = keys_of(8, "used"), keys_of(8, "old")
-    assert await store(two, [*used, *old]) == [True] * 16
+    assert await store_at_last(two, [*used, *old])
     for key in used:
         os.utime(path_of(mounts[0], key))
-    new = iter(keys_of(200))
+    new = iter(keys_of(3000))
     while one.counters().get("evicted", 0) < 4:
         await store(one, [next(new)])
         await asyncio.sleep(0.01)
@@ -85,7 +114,7 @@ async def test_what_another_host_evicted_is_a_miss_that_is_told_once(mounts):
     await two.close()
 
 
-@pytest.mark.parametrize("skew_s", [-600, 600])
+@pytest.mark.parametrize("skew_s", [600, pytest.param(-600, marks=pytest.mark.chaos)])
 async def test_a_dead_evictors_lease_ends_by_the_servers_clock(mounts, monkeypatch, skew_s):
     real_s, real_ns = time.time, time.time_ns
     monkeypatch.setattr(time, "time", lambda: real_s() + skew_s)
