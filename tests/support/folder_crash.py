@@ -30,8 +30,10 @@ ON_DISK = 16 * 1024
 NAMESPACE = "crash"
 WRITERS = 4
 """Of each mount."""
-LIFE_S = 0.1
-"""The longest, from the start of a writer to its death."""
+LIFE_S, LONGEST_S = 0.1, 10.0
+"""The longest life of a writer, once it has opened the root; and if it never does."""
+_OPENED = 256
+"""Place among the figures from which each writer says that it has opened the root."""
 
 
 class Report(NamedTuple):
@@ -70,14 +72,19 @@ def campaign(roots: list[str], kills: int, seed: int, capacity: int, keys: int =
     while done < kills or alive:
         while free and done + len(alive) < kills:
             place = free.pop()
+            figures[_OPENED + place] = rng.random() < 0.2  # some die while they open the root
             pid = os.fork()
             if pid == 0:
                 _child(roots[place % len(roots)], place, names, figures, rng.random(), capacity)
-            alive[pid] = place, time.monotonic() + rng.random() * LIFE_S
+            alive[pid] = place, time.monotonic() + LONGEST_S
         for pid, (place, until_s) in list(alive.items()):
             ended, _ = os.waitpid(pid, os.WNOHANG)
             if ended:
                 failed += 1
+            elif figures[_OPENED + place]:
+                figures[_OPENED + place] = 0
+                alive[pid] = place, time.monotonic() + rng.random() * LIFE_S
+                continue
             elif time.monotonic() > until_s:
                 os.kill(pid, signal.SIGKILL)
                 os.waitpid(pid, 0)
@@ -110,7 +117,8 @@ def _child(
     time.time_ns = lambda: real_ns() + int(shift_s * 1e9)
     try:
         mine = figures[place * 4 : place * 4 + 4]
-        asyncio.run(_life(root, keys, mine, random.Random(seed), capacity))
+        opened = figures[_OPENED + place : _OPENED + place + 1]
+        asyncio.run(_life(root, keys, mine, opened, random.Random(seed), capacity))
     except BaseException as error:  # whatever it is, the parent must hear of it
         print(f"a writer failed: {error!r}", file=sys.stderr)
     finally:
@@ -125,9 +133,15 @@ def _opened(root: str, capacity: int) -> FolderBackend:
 
 
 async def _life(
-    root: str, keys: list[bytes], mine: "memoryview[int]", rng: random.Random, capacity: int
+    root: str,
+    keys: list[bytes],
+    mine: "memoryview[int]",
+    opened: "memoryview[int]",
+    rng: random.Random,
+    capacity: int,
 ) -> None:
     backend = _opened(root, capacity)
+    opened[0] = 1
     evicted = mine[2]
     while True:
         some = rng.sample(keys, rng.randrange(1, 9))
