@@ -41,13 +41,25 @@ class Layers(Observable, ReadsEach, Spares):
     def __init__(self, layers: Mapping[str, Backend]) -> None:
         self.layers = layers
 
+    def add(self, name: str, layer: Backend, order: Sequence[str]) -> bool:
+        """Add a store that has opened late; return whether that can be.
+
+        Args:
+            name: of the new one.
+            layer: the store, closed with this one from now on.
+            order: all names, the nearest first.
+        """
+        layers = {**self.layers, name: layer}
+        self.layers = {each: layers[each] for each in order if each in layers}
+        return True
+
     async def contains(self, keys: Sequence[bytes]) -> list[bool]:
         answers = [False] * len(keys)
         for layer in self.layers.values():
             if unknown := [i for i, there in enumerate(answers) if not there]:
-                found = await layer.contains([keys[i] for i in unknown])
-                for i, there in zip(unknown, found, strict=True):
-                    answers[i] = there
+                for found in await _together([layer.contains([keys[i] for i in unknown])]):
+                    for i, there in zip(unknown, found, strict=True):
+                        answers[i] = there
         return answers
 
     async def read(
@@ -66,9 +78,9 @@ class Layers(Observable, ReadsEach, Spares):
             if isinstance(layer, LocalIndex):
                 wanted = [i for i in wanted if layer.holds(keys[i])]
             if wanted:
-                found = await _read(layer, keys, into, wanted, arrived)
-                for i, answer in zip(wanted, found, strict=True):
-                    answers[i] = answer
+                for found in await _together([_read(layer, keys, into, wanted, arrived)]):
+                    for i, answer in zip(wanted, found, strict=True):
+                        answers[i] = answer
                 brought = [i for i in wanted if answers[i]]
                 if brought and nearer:  # the slots are the caller's until this returns
                     some = [keys[i] for i in brought], [into[i] for i in brought]
@@ -164,6 +176,13 @@ class IndexedLayers(Layers, LocalIndex):
         self._indexes: Sequence[LocalIndex] = list(layers.values())
         self._changes = ChangedKeys()
         self._changes.begin(())
+
+    def add(self, name: str, layer: Backend, order: Sequence[str]) -> bool:
+        if not isinstance(layer, LocalIndex):
+            return False
+        super().add(name, layer, order)
+        self._indexes = [each for each in self.layers.values() if isinstance(each, LocalIndex)]
+        return True
 
     def holds(self, key: bytes) -> bool:
         return any(layer.holds(key) for layer in self._indexes)

@@ -14,6 +14,7 @@ from itertools import count
 import msgspec
 
 from kvoffload import registry
+from kvoffload.backends.log_rate import Throttle
 from kvoffload.errors import ConfigError
 from kvoffload.io.greeting import Greeting, check_user
 from kvoffload.io.open_stores import CLOSE_S
@@ -97,6 +98,7 @@ class Service:
         self.sessions: dict[Session, EngineTraffic] = {}
         """Those that are served → what their engines have moved."""
         self._samples: list[Sample] = []
+        self._failures = Throttle(log)
         self._served: set[asyncio.Task[None]] = set()
         self._loop = asyncio.get_running_loop()
 
@@ -147,7 +149,7 @@ class Service:
     async def _met(self, sock: socket.socket) -> tuple[int, Greeting]:
         """Return the process of an engine and its greeting; raises OSError."""
         pid = check_user(sock, os.geteuid())
-        if len(self.sessions) >= MOST_SESSIONS:
+        if len(self._served) > MOST_SESSIONS:
             raise OSError(f"{MOST_SESSIONS} engines are attached")
         ready = asyncio.Event()
         self._loop.add_reader(sock, ready.set)
@@ -191,9 +193,13 @@ class Service:
     async def _measure(self) -> None:
         """Read the figures of stores, which are asked on this loop alone."""
         while True:
-            samples = [*self._stores.samples(), (ENGINES, (), len(self.sessions))]
-            for session in self.sessions.values():
-                samples += session.samples()
+            samples: list[Sample] = [(ENGINES, (), len(self.sessions))]
+            for traffic in self.sessions.values():
+                samples += traffic.samples()
+            try:
+                samples += self._stores.samples()
+            except Exception as error:  # a plug-in's
+                self._failures.warning("the figures of a store cannot be read: %r", error)
             self._samples = samples
             await asyncio.sleep(MEASURE_S)
 

@@ -37,6 +37,10 @@ log = logging.getLogger(__name__)
 MEMORY = "memory"
 """The name of the server's memory among its layers."""
 LONGEST_NAMESPACE = 256
+PATIENT_S = 5.0
+"""How long the memory waits for the backends below it to open; later ones are added."""
+TRY_AGAIN_S, LONGEST_S = 0.5, 30.0
+"""Time before a backend that could not be opened is tried again; it doubles up to the second."""
 _MAX_REMOVALS = 1 << 16
 """Removals kept for a session that may never ask; older ones are lost to it."""
 
@@ -62,7 +66,7 @@ class SharedStores:
         """Return a view of the wanted namespace as an open store.
 
         Raises:
-            ConfigError: a backend cannot be opened, or a chunk is too large.
+            ConfigError: the namespace is none, or a chunk is too large.
         """
         namespace = wanted.namespace
         if not 0 < len(namespace) <= LONGEST_NAMESPACE:
@@ -85,13 +89,44 @@ class SharedStores:
         if closing := self._closing.get(namespace):
             await asyncio.wait([closing])
         layers: dict[str, Backend] = {MEMORY: HostStore(self._memory, namespace)}
+        opening = [asyncio.create_task(open_tier(tier, namespace)) for tier in self._backends]
         try:
-            for tier in self._backends:
-                layers[tier.name] = await open_tier(tier, namespace)
+            if opening:
+                await asyncio.wait(opening, timeout=PATIENT_S)
         except BaseException:
-            await close_stores([OpenStore(*each) for each in layers.items()], CLOSE_S)
+            for task in opening:
+                task.cancel()
+            await layers[MEMORY].close()
             raise
-        return SharedStore(layered(layers), lambda: self._close_unused(namespace))
+        late = []
+        for tier, task in zip(self._backends, opening, strict=True):
+            if task.done() and not task.exception():
+                layers[tier.name] = task.result()
+            else:
+                late.append((tier, task))
+        shared = SharedStore(layered(layers), lambda: self._close_unused(namespace))
+        for tier, task in late:
+            work = self._open_late(shared.store, tier, task, namespace)
+            shared.late.append(asyncio.create_task(work))
+        return shared
+
+    async def _open_late(
+        self, store: Layers, tier: TierSettings, opening: "asyncio.Task[Backend]", namespace: str
+    ) -> None:
+        """Try to open a backend until it is open; the layers above it serve meanwhile."""
+        names, pause_s = [MEMORY, *(each.name for each in self._backends)], TRY_AGAIN_S
+        while True:
+            try:
+                layer = await opening
+                break
+            except ConfigError as error:
+                log.error("%s cannot be opened yet: %s", tier.name, error)
+            await asyncio.sleep(pause_s)
+            pause_s = min(LONGEST_S, 2 * pause_s)
+            opening = asyncio.create_task(open_tier(tier, namespace))
+        if not store.add(tier.name, layer, names):
+            log.error("%s lists no chunks and came late: restart the server", tier.name)
+            await layer.close()
 
     def _close_unused(self, namespace: str) -> None:
         """Close the store of a namespace if no session uses it or waits for it."""
@@ -106,6 +141,10 @@ class SharedStores:
             self._closing[namespace] = closing
 
     async def _close(self, namespace: str, shared: "SharedStore") -> None:
+        for task in shared.late:
+            task.cancel()
+        if shared.late:
+            await asyncio.wait(shared.late)
         await close_stores([OpenStore(namespace, shared.store)], CLOSE_S)
         if self._closing.get(namespace) is asyncio.current_task():
             del self._closing[namespace]
@@ -153,6 +192,8 @@ class SharedStore:
         self.present: set[bytes] = set()
         """What the index has told so far."""
         self._unused = unused
+        self.late: list[asyncio.Task[None]] = []
+        """What opens backends that could not be opened at once."""
 
     def new_view(self) -> "StoreView":
         """Return a view for one session, which closes it."""
