@@ -77,13 +77,15 @@ class HostMemory:
         self._free = [(0, blocks)]
         """Runs of free blocks; those freed last are used first."""
         self._num_free = blocks
-        self._chunks: dict[Name, _Chunk] = {}
+        self._tables: dict[bytes, dict[bytes, _Chunk]] = {}
+        """A namespace's number → its chunks by their keys: listing one looks at no other."""
+        self._num_chunks = 0
         self._make_policy = make_policy
         self._spared: set[Name] = set()
         """What requests in the engines' queues need, whether it is here or not."""
         self._order: KeptOrder | None = None
         self._numbers: dict[str, int] = {}
-        self._readers: dict[int, Reader] = {}
+        self._readers: dict[bytes, Reader] = {}
 
     # ---- namespaces ----
 
@@ -96,21 +98,20 @@ class HostMemory:
     def list_to(self, number: bytes, reader: Reader) -> None:
         """List the keys of a namespace to its one reader, and tell it of changes from now on."""
         with self._lock:
-            self._readers[int.from_bytes(number, "big")] = reader
-            reader.listed([name[_NUMBER:] for name in self._chunks if name.startswith(number)])
+            self._readers[number] = reader
+            reader.listed(list(self._tables.get(number, ())))
 
     def end_reading(self, number: bytes, reader: Reader) -> None:
         """Tell this reader nothing more."""
         with self._lock:
-            place = int.from_bytes(number, "big")
-            if self._readers.get(place) is reader:
-                del self._readers[place]
+            if self._readers.get(number) is reader:
+                del self._readers[number]
 
     def drop_namespace(self, namespace: str) -> int:
         """Remove the chunks of a namespace; return how many there were."""
         number = self.number_of(namespace)
         with self._lock:
-            names = [name for name in self._chunks if name.startswith(number)]
+            names = [number + key for key in self._tables.get(number, ())]
             for name in names:
                 self._remove(name)
         return len(names)
@@ -123,15 +124,19 @@ class HostMemory:
         return self.capacity_bytes - self._num_free * BLOCK
 
     def __len__(self) -> int:
-        return len(self._chunks)
+        return self._num_chunks
 
     def __contains__(self, name: Name) -> bool:
-        return name in self._chunks
+        return self._find(name) is not None
+
+    def _find(self, name: Name) -> _Chunk | None:
+        table = self._tables.get(name[:_NUMBER])
+        return None if table is None else table.get(name[_NUMBER:])
 
     def read(self, name: Name, header: memoryview, into: memoryview) -> bool:
         """Copy the header and as much of a chunk as there is room for; False: it is not here."""
         with self._lock:
-            if (chunk := self._chunks.get(name)) is None:
+            if (chunk := self._find(name)) is None:
                 return False
             chunk.num_readers += 1
         try:
@@ -156,7 +161,7 @@ class HostMemory:
             Exception: a policy of a plug-in failed.
         """
         with self._lock:
-            if (known := self._chunks.get(name)) is not None:
+            if (known := self._find(name)) is not None:
                 if known.size == chunk.nbytes:
                     return True
                 self._remove(name)
@@ -166,9 +171,11 @@ class HostMemory:
         try:
             self._copy_in(runs, chunk)
             with self._lock:
-                if name not in self._chunks:  # else another thread was as fast
+                if name not in self:  # else another thread was as fast
                     self._order_of(chunk.nbytes).add((name,))
-                    self._chunks[name], runs = _Chunk(header, runs, chunk.nbytes), []
+                    table = self._tables.setdefault(name[:_NUMBER], {})
+                    table[name[_NUMBER:]] = _Chunk(header, runs, chunk.nbytes)
+                    self._num_chunks, runs = self._num_chunks + 1, []
                     self._tell(name)
         finally:
             if runs:
@@ -179,19 +186,19 @@ class HostMemory:
     def drop(self, name: Name) -> None:
         """Remove a chunk if it is here."""
         with self._lock:
-            if name in self._chunks:
+            if name in self:
                 self._remove(name)
 
     def used(self, names: Sequence[Name]) -> None:
         """Count a use of each chunk that is here, the tail of the prefix first."""
         with self._lock:
             if self._order is not None:
-                self._order.touch([name for name in names if name in self._chunks])
+                self._order.touch([name for name in names if name in self])
 
     def reorder(self, names: Sequence[Name]) -> None:
         """Put chunks that were stored together into this order; counts as no use."""
         with self._lock:
-            here = list(dict.fromkeys(name for name in names if name in self._chunks))
+            here = list(dict.fromkeys(name for name in names if name in self))
             if self._order is not None and len(here) > 1:
                 self._order.remove(here)
                 self._order.add(here)
@@ -204,7 +211,7 @@ class HostMemory:
             self._end_sparing(gone)
             new = wanted - self._spared
             if self._order is not None:
-                self._order.keep([name for name in new if name in self._chunks])
+                self._order.keep([name for name in new if name in self])
             self._spared |= new
 
     # ---- under the lock ----
@@ -218,7 +225,7 @@ class HostMemory:
                 return None
             for name in victims:
                 self._leave(name)
-                if reader := self._readers.get(int.from_bytes(name[:_NUMBER], "big")):
+                if reader := self._readers.get(name[:_NUMBER]):
                     reader.evicted(name[_NUMBER:])
         runs: list[tuple[int, int]] = []
         self._num_free -= count
@@ -242,7 +249,7 @@ class HostMemory:
     def _end_sparing(self, names: set[Name]) -> None:
         self._spared -= names
         if self._order is not None:
-            self._order.let_go([name for name in names if name in self._chunks])
+            self._order.let_go([name for name in names if name in self])
 
     def _order_of(self, size: int) -> KeptOrder:
         if self._order is None:  # policies count chunks: all are as large as the first, say
@@ -256,14 +263,15 @@ class HostMemory:
         self._leave(name)
 
     def _leave(self, name: Name) -> None:
-        chunk = self._chunks.pop(name)
+        chunk = self._tables[name[:_NUMBER]].pop(name[_NUMBER:])
+        self._num_chunks -= 1
         chunk.is_gone = True
         if not chunk.num_readers:
             self._release(chunk.runs)
         self._tell(name)
 
     def _tell(self, name: Name) -> None:
-        if reader := self._readers.get(int.from_bytes(name[:_NUMBER], "big")):
+        if reader := self._readers.get(name[:_NUMBER]):
             reader.changed(name[_NUMBER:])
 
     def _release(self, runs: list[tuple[int, int]]) -> None:

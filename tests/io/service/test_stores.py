@@ -16,7 +16,7 @@ def new_memory(chunks=64, size=CHUNK_BYTES, policy=LRUPolicy):
 
 
 def damage(memory, store, key):
-    (start, _), *_ = memory._chunks[store._number + key].runs
+    (start, _), *_ = memory._find(store._number + key).runs
     memory._map[start * BLOCK + 100] ^= 1
 
 
@@ -102,7 +102,7 @@ async def test_a_chunk_that_is_read_is_not_overwritten_by_the_one_that_it_makes_
     memory = new_memory(1)
     store, (first,), (second,) = HostStore(memory, "n"), keys_of(1), keys_of(1, "2")
     await written(store, [first])
-    chunk = memory._chunks[store._number + first]
+    chunk = memory._find(store._number + first)
     chunk.num_readers += 1
     assert await store.write([second], filled([second])) == [False]
     assert not store.holds(first)
