@@ -62,6 +62,8 @@ class Evictor:
         self.newcomer_bytes = 0
         """What a process may store that is not counted yet."""
         self._out_of_space: dict[str, int] = {}
+        self._alive: dict[str, HostRecord] = {}
+        """The records of this turn, without those of processes that have ended."""
         self._silent_s: dict[str, float] = {}
         """When the record of each silent process was first seen to be too old."""
         self.unsure_bytes = 0
@@ -99,7 +101,7 @@ class Evictor:
             return
         self.resident_bytes = self._count(self.resident_bytes, hosts)
         # One share is for a process that has not told of itself yet.
-        shares = len(self.counted) + 1
+        shares = len(self._alive) + 1
         largest = max((host.largest_bytes for host, _ in hosts.values()), default=0)
         least = max(int(self._capacity_bytes * LEAST_FREE), shares * largest)
         wanted = max(int(self._capacity_bytes * FREED), 2 * shares * largest)
@@ -111,7 +113,7 @@ class Evictor:
         is_wanted = self.unsure_bytes > 0 or time.monotonic() > self._scan_again_s
         if self._scan is not None or is_wanted or len(self._oldest) < self._few:
             self._advance(time.monotonic() + _BEHIND_S)
-        self._set_limits(hosts, shares, largest)
+        self._set_limits(shares, largest)
 
     @property
     def _free_bytes(self) -> int:
@@ -126,32 +128,33 @@ class Evictor:
         silent = {token for token, (_, age_s) in hosts.items() if age_s > DEAD_S}
         now_s = time.monotonic()
         self._silent_s = {token: self._silent_s.get(token, now_s) for token in silent}
+        self._alive, counted = {}, {}
         for token, (host, _) in hosts.items():
-            resident += host.stored_bytes - self.counted.get(token, 0)
-            self.counted[token] = host.stored_bytes
+            # What a process took back, because it could not be written, a scan finds free.
+            resident += max(0, host.stored_bytes - self.counted.get(token, 0))
             is_dead = token in silent and now_s - self._silent_s[token] > SURELY_S
             if is_dead and not host.is_closed:
                 self.unsure_bytes += self._reserved(token, host)
             if is_dead or host.is_closed:
                 self._records.remove_host(token)
-                del self.counted[token]
-        self.counted = {token: counted for token, counted in self.counted.items() if token in hosts}
-        return max(0, resident)
+            else:
+                self._alive[token], counted[token] = host, host.stored_bytes
+        self.counted = counted
+        return resident
 
     def _reserved(self, token: str, host: HostRecord) -> int:
         """Return what a process may store beyond what is counted of it, by any lease it knows."""
         limit = max(self.limits.get(token, 0), host.limit_bytes)
         return max(0, limit - host.stored_bytes)
 
-    def _set_limits(
-        self, hosts: Mapping[str, tuple[HostRecord, float]], shares: int, largest: int
-    ) -> None:
+    def _set_limits(self, shares: int, largest: int) -> None:
         """Give each process a share of what is free and not reserved for others.
 
         What is reserved for a process stays so until its record shows that it knows of a lower
         limit. So all that may be stored and all that is stored never exceed the capacity.
         """
-        reserved = {token: self._reserved(token, hosts[token][0]) for token in self.counted}
+        alive = self._alive
+        reserved = {token: self._reserved(token, host) for token, host in alive.items()}
         free = max(0, self._free_bytes - self.unsure_bytes)
         share = free // shares
         self.newcomer_bytes = min(share, int(self._capacity_bytes * _NEWCOMER))
@@ -162,10 +165,10 @@ class Evictor:
         for number, token in enumerate(short):
             more = min(share - reserved[token], free // (len(short) - number))
             free -= more
-            self.limits[token] = self.counted[token] + reserved[token] + more
+            self.limits[token] = alive[token].stored_bytes + reserved[token] + more
         if short:  # those with more than a share give up the rest
             for token in (token for token, left in reserved.items() if left > share):
-                self.limits[token] = self.counted[token] + share
+                self.limits[token] = alive[token].stored_bytes + share
 
     def _surplus(self, hosts: Mapping[str, tuple[HostRecord, float]], *, is_full: bool) -> int:
         """Return what to evict because stores failed on a full mount since the last turn."""
@@ -214,8 +217,15 @@ class Evictor:
         except OSError:
             self._scan = None
             raise
-        # What was stored meanwhile counts again with its process's next record: too much at most.
-        self.resident_bytes, self.counted = scan.total_bytes, scan.counted
+        if self.resident_bytes is None:
+            self.resident_bytes, self.counted = scan.total_bytes, scan.counted
+        else:
+            # The scan may have seen what was stored meanwhile: it counts twice, or once.
+            began = (
+                (counted, scan.counted.get(token, 0)) for token, counted in self.counted.items()
+            )
+            since = sum(max(0, now - then) for now, then in began)
+            self.resident_bytes = scan.total_bytes + since
         self._oldest = scan.oldest()
         self._few = len(self._oldest) // 2
         self._scan, self.unsure_bytes = None, 0

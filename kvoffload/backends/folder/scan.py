@@ -30,7 +30,7 @@ class OldFile(NamedTuple):
 
 
 class Scan:
-    """One scan. It counts a file that is stored meanwhile, or not; it counts none twice."""
+    """One scan. Of files that are stored meanwhile it counts some."""
 
     def __init__(self, vfs: Vfs, root: str, records: Records) -> None:
         self._vfs = vfs

@@ -9,7 +9,7 @@ from folder_parts import SIZE, load, open_folder, store
 from kvoffload.backends.disk.paths import SHARDS
 from kvoffload.backends.folder import upkeep
 from kvoffload.backends.folder.evictor import Evictor
-from kvoffload.backends.folder.records import Records
+from kvoffload.backends.folder.records import HostRecord, LeaseRecord, Records
 from kvoffload.backends.header import namespace_digest
 from kvoffload.testing.backends import filled, keys_of
 from tests.support.vfs import HookedVfs, kind_of
@@ -89,6 +89,25 @@ async def test_the_tail_of_a_job_is_written_first_and_so_leaves_first(tmp_path):
     renamed = [path for call, path in vfs.calls if call == "rename" and "/." not in path]
     assert [path.rsplit("/")[-1] for path in renamed] == [key.hex() for key in keys[::-1]]
     await backend.close()
+
+
+async def test_a_process_that_joins_during_a_scan_keeps_its_limit_and_its_bytes(tmp_path):
+    backend, keys = open_folder(tmp_path / "share"), keys_of(4)
+    await store(backend, keys)
+    await backend.close()
+    root = str(tmp_path / "share")
+    evictor = Evictor(HookedVfs(), root, Records(HookedVfs(), root, "test"), 1 << 30, print)
+    told = {"holder": "", "host": "", "capacity_bytes": 1 << 30, "resident_bytes": 0}
+    told |= {"unsure_bytes": 1, "newcomer_bytes": 0, "counted": {}, "limits": {}}
+    evictor.begin(LeaseRecord(**told), is_new=False)  # unsure: it scans in its first turn
+    own = {"host": "h", "pid": 1, "capacity_bytes": 1 << 30, "stored_bytes": 1000}
+    joined = HostRecord(**own, limit_bytes=5000, largest_bytes=100, out_of_space=0)
+    evictor.turn({"new": (joined, 0.0)})
+    assert evictor.scans == 1
+    assert evictor.resident_bytes == 4 * 65536 + 1000
+    assert evictor.limits["new"] > 5000
+    evictor.turn({"new": (joined, 0.0)})
+    assert evictor.resident_bytes == 4 * 65536 + 1000
 
 
 async def test_a_scan_of_many_names_lists_each_folder_once_and_remembers_few(tmp_path, monkeypatch):
