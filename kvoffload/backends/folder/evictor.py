@@ -148,7 +148,7 @@ class Evictor:
         return max(0, limit - host.stored_bytes)
 
     def _set_limits(self, shares: int, largest: int) -> None:
-        """Give each process a share of what is free and not reserved for others.
+        """Give each process a share of what is free and not reserved.
 
         What is reserved for a process stays so until its record shows that it knows of a lower
         limit. So all that may be stored and all that is stored never exceed the capacity.

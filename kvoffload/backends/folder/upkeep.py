@@ -28,7 +28,7 @@ LEASE_S = 15.0
 """A lease that is older, by the server's clock, is free to take."""
 _RENEW_S = LEASE_S / 3
 _PAUSE_S, _LONG_PAUSE_S = 0.02, 0.2
-"""The least time between two turns: of the process that evicts, and of each other one."""
+"""The least time between two turns, of the process that evicts and of each other one."""
 _LOOK_S = 5.0
 """Time between two looks whether the root is still the same."""
 _TIMES_A_TURN = 256
