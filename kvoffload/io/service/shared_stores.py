@@ -27,7 +27,7 @@ from kvoffload.io.open_stores import CLOSE_S, KEYS_PER_MESSAGE, OpenStore, close
 from kvoffload.io.protocol import Open, TierSettings
 from kvoffload.io.service.host_memory import HostMemory
 from kvoffload.io.service.host_store import HostStore
-from kvoffload.io.service.layers import Layers, layered
+from kvoffload.io.service.layered_store import Layers, layered
 from kvoffload.metrics.names import CAPACITY_BYTES, RESIDENT_BYTES, TIER_EVENTS
 from kvoffload.metrics.samples import Sample
 from kvoffload.policies.told_return import ToldReturn

@@ -9,7 +9,7 @@ from kvoffload.io.protocol import TierSettings
 from kvoffload.io.service import shared_stores
 from kvoffload.io.service.host_memory import HostMemory
 from kvoffload.io.service.host_store import HostStore
-from kvoffload.io.service.layers import layered
+from kvoffload.io.service.layered_store import layered
 from kvoffload.io.service.shared_stores import SharedStore, SharedStores
 from kvoffload.policies.lru import LRUPolicy
 from kvoffload.policies.told_return import ToldReturn

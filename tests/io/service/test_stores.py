@@ -5,7 +5,7 @@ import pytest
 from kvoffload import open_backend
 from kvoffload.io.service.host_memory import BLOCK, HostMemory
 from kvoffload.io.service.host_store import HostStore
-from kvoffload.io.service.layers import layered
+from kvoffload.io.service.layered_store import layered
 from kvoffload.policies.lru import LRUPolicy
 from kvoffload.testing import BackendSuite
 from kvoffload.testing.backends import CHUNK_BYTES, PersistentBackendSuite, filled, keys_of, slots
