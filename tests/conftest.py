@@ -74,7 +74,8 @@ def new_request():
 @pytest.fixture(scope="session")
 def python():
     """A command like ``python``, of which torch is imported already."""
-    server = Preloaded()
+    paths = {"PYTHONPATH": ".:examples:tests/helpers", "OMP_NUM_THREADS": "1"}
+    server = Preloaded(["torch", "kvoffload.connectors.local"], paths)
     yield server.command
     server.close()
 

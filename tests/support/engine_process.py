@@ -10,6 +10,8 @@ import sys
 import threading
 from pathlib import Path
 
+from tests.support.preloaded import Fork
+
 
 def kill_group(leader):
     """Kill a process group at once, and free its shared memory: it can tidy nothing up.
@@ -46,22 +48,28 @@ class EngineProcess:
         settings: its only argument, as JSON.
         log_file: gets what the engine writes to standard output and standard error.
         env: of the script, beside its answers' descriptor.
+        python: that runs the script; None: a new one.
     """
 
-    def __init__(self, script, settings, log_file, env):
+    def __init__(self, script, settings, log_file, env, python=None):
         self.log_file = Path(log_file)
         self._log = open(log_file, "w")  # noqa: SIM115 - closed when the engine is
         ours, theirs = os.pipe()
-        self.process = subprocess.Popen(
-            [sys.executable, str(script), json.dumps(settings)],
-            stdin=subprocess.PIPE,
-            stdout=self._log,
-            stderr=self._log,
-            text=True,
-            env={**env, "ANSWERS_FD": str(theirs)},
-            pass_fds=[theirs],
-            start_new_session=True,
-        )
+        words = [str(script), json.dumps(settings)]
+        if python is None:
+            self.process = subprocess.Popen(
+                [sys.executable, *words],
+                stdin=subprocess.PIPE,
+                stdout=self._log,
+                stderr=self._log,
+                text=True,
+                env={**env, "ANSWERS_FD": str(theirs)},
+                pass_fds=[theirs],
+                start_new_session=True,
+            )
+        else:
+            log, environment = self._log.fileno(), {**env, "ANSWERS_FD": "3"}
+            self.process = Fork(python, words, environment, log, theirs)
         os.close(theirs)
         self._answers = []
         self._came = threading.Condition()

@@ -1,13 +1,18 @@
-"""A Python that has imported torch: programs are forks of it, which saves each of them that time.
+"""A Python that has imported what takes long: programs are forks of it.
 
-``[*Preloaded().command, "-c", TEXT]`` runs like ``[sys.executable, "-c", TEXT]``; so do ``-m`` and
-a file. The command is a small program, which hands its arguments, environment, folder, and standard
-streams to the server, ``python -m tests.support.preloaded SOCKET``. It ends with the fork's status;
-if the command is killed, so is the fork.
+An import of torch takes a second of a core, and one of vLLM eight.
+``[*server.command, "-c", TEXT]`` runs like ``[sys.executable, "-c", TEXT]``; so do ``-m`` and a
+file. The command is a small program, which hands its arguments, environment, folder, and standard
+streams to the server. It ends with the fork's status. Where a process is wanted, and no command,
+there is :class:`Fork`.
+
+Each fork leads a session of its own. It is killed when its command is, or the starting process.
+The server is ``python -m tests.support.preloaded SOCKET MODULE...``.
 """
 
 import contextlib
 import gc
+import importlib
 import os
 import runpy
 import select
@@ -17,9 +22,13 @@ import subprocess
 import sys
 import tempfile
 import types
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
+BETWEEN = b"\0\0\0"
+SET_BY_IMPORTS: dict[str, str] = {}
+"""Variables that the modules have set in the server: a fork has them as well."""
 ASK = """
 import array, os, socket, sys
 server = socket.socket(socket.AF_UNIX)
@@ -30,28 +39,37 @@ order = b"\\0\\0\\0".join([os.getcwdb(), b"\\0".join(words), b"\\0".join(environ
 server.sendmsg([len(order).to_bytes(4, "big")],
     [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [0, 1, 2]))])
 server.sendall(order)
-sys.exit(int(server.recv(4)))
+_, status = server.makefile().read().split()
+sys.exit(int(status) if int(status) >= 0 else 128 - int(status))
 """
 
 
 class Preloaded:
-    """The server, started; it ends with :meth:`close`, or with this process."""
+    """The server, started; it ends with :meth:`close`, or with this process.
 
-    def __init__(self) -> None:
+    Args:
+        modules: imported by it.
+        environment: of the server, beside that of this process.
+    """
+
+    def __init__(self, modules: Sequence[str], environment: Mapping[str, str]) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="preloaded")
-        path = f"{self._folder.name}/socket"
-        words = [sys.executable, "-W", "ignore", "-m", "tests.support.preloaded", path]
-        environment = {
-            **os.environ,
-            "PYTHONPATH": ".:examples:tests/helpers",
-            "OMP_NUM_THREADS": "1",
-        }
+        self.path = f"{self._folder.name}/socket"
+        words = [sys.executable, "-W", "ignore", "-m", "tests.support.preloaded", self.path]
         self._server = subprocess.Popen(
-            words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=ROOT, env=environment
+            [*words, *modules],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            cwd=ROOT,
+            env={**os.environ, **environment},
         )
         assert self._server.stdout is not None
-        assert self._server.stdout.readline() == b"ready\n"
-        self.command = (sys.executable, "-I", "-S", "-c", ASK, path)
+        while line := self._server.stdout.readline():  # modules may print something
+            if line == b"ready\n":
+                break
+        else:
+            raise RuntimeError(f"cannot import {', '.join(modules)}")
+        self.command = (sys.executable, "-I", "-S", "-c", ASK, self.path)
 
     def close(self) -> None:
         """End the server."""
@@ -60,17 +78,72 @@ class Preloaded:
         self._folder.cleanup()
 
 
+class Fork:
+    """A process like ``subprocess.Popen([sys.executable, *words])``; standard input is a pipe.
+
+    Args:
+        server: it is a fork of.
+        words: the arguments of Python.
+        environment: its whole environment.
+        output: the descriptor of its standard output and its standard error.
+        more: a descriptor that is its number 3.
+    """
+
+    def __init__(
+        self,
+        server: Preloaded,
+        words: Sequence[str],
+        environment: Mapping[str, str],
+        output: int,
+        more: int,
+    ) -> None:
+        variables = [os.fsencode(f"{name}={value}") for name, value in environment.items()]
+        parts = [os.getcwdb(), b"\0".join(map(os.fsencode, words)), b"\0".join(variables)]
+        order = BETWEEN.join(parts)
+        self._connection = socket.socket(socket.AF_UNIX)
+        self._connection.connect(server.path)
+        theirs, ours = os.pipe()
+        streams = [theirs, output, output, more]
+        socket.send_fds(self._connection, [len(order).to_bytes(4, "big")], streams)
+        os.close(theirs)
+        self._connection.sendall(order)
+        self.stdin = open(ours, "w")  # noqa: SIM115 - its user closes it
+        self._told = self._connection.makefile()
+        self.pid = int(self._told.readline())
+        self.returncode: int | None = None
+
+    def wait(self, timeout: float | None = None) -> int:
+        """See :class:`subprocess.Popen`."""
+        if self.returncode is None:
+            if not select.select([self._connection], [], [], timeout)[0]:
+                raise subprocess.TimeoutExpired("a fork", timeout or 0)
+            self.returncode = int(self._told.readline() or -signal.SIGKILL)
+            self._connection.close()
+        return self.returncode
+
+    def poll(self) -> int | None:
+        """See :class:`subprocess.Popen`."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.wait(0)
+        return self.returncode
+
+    def send_signal(self, number: int) -> None:
+        """See :class:`subprocess.Popen`."""
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+
 def order_of(connection: socket.socket) -> tuple[list[bytes], list[int]]:
-    """Return what a command asks: folder, words, environment; and its standard streams."""
-    head, streams, _, _ = socket.recv_fds(connection, 4, 3)
+    """Return what is asked: folder, words, environment; and the descriptors."""
+    head, streams, _, _ = socket.recv_fds(connection, 4, 4)
     left, text = int.from_bytes(head, "big"), b""
     while len(text) < left:
         text += connection.recv(left - len(text))
-    return text.split(b"\0\0\0"), streams
+    return text.split(BETWEEN), streams
 
 
 def serve(path: str) -> list[str]:
-    """Fork for each command until the starting process ends; in a fork, return its words."""
+    """Fork for each order until the starting process ends; in a fork, return its words."""
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(path)
@@ -84,35 +157,48 @@ def serve(path: str) -> list[str]:
                     (folder, words, environment), streams = order_of(connection)
                     if (pid := os.fork()) == 0:
                         break
-                    status = ended(pid, connection)
-                    with contextlib.suppress(BrokenPipeError):
-                        connection.sendall(b"%d" % status)
+                    watch(pid, connection)
                     os._exit(0)
         else:
             sys.exit()
-    for number, stream in enumerate(streams):
-        os.dup2(stream, number)
-        os.close(stream)
-    os.chdir(folder)
-    os.environb.clear()
-    os.environb.update(one.split(b"=", 1) for one in environment.split(b"\0"))
+    os.setsid()
+    become(folder, environment, streams)
     return [os.fsdecode(word) for word in words.split(b"\0")]
 
 
-def ended(pid: int, connection: socket.socket) -> int:
-    """Wait for a fork, and kill it if its command is gone; returns the status to end with."""
+def watch(pid: int, connection: socket.socket) -> None:
+    """Tell of a fork and of its end; kill its session if the other side is gone."""
+    with contextlib.suppress(BrokenPipeError):
+        connection.sendall(b"%d\n" % pid)
     if connection in select.select([os.pidfd_open(pid), connection], [], [])[0]:
-        os.kill(pid, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(pid, signal.SIGKILL)
     status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-    return status if status >= 0 else 128 - status
+    with contextlib.suppress(BrokenPipeError):
+        connection.sendall(b"%d\n" % status)
 
 
-def run(words: list[str]) -> None:
-    """Do what Python does with these words."""
+def become(folder: bytes, environment: bytes, streams: list[int]) -> None:
+    """Give this process what it would have had from its start."""
+    spare = [os.dup(stream) for stream in streams]  # none of them is in the place of another
+    for number, stream in enumerate(spare):
+        os.dup2(stream, number)
+    for stream in {*spare, *streams} - {*range(len(streams))}:
+        os.close(stream)
     # Not those of the server, which remember what its descriptors were.
     sys.stdin = open(0, closefd=False)  # noqa: SIM115 - as long as the process
     sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115
     sys.stderr = open(2, "w", buffering=1, errors="backslashreplace", closefd=False)  # noqa: SIM115
+    os.chdir(folder)
+    os.environb.clear()
+    os.environ.update(SET_BY_IMPORTS)
+    os.environb.update(one.split(b"=", 1) for one in environment.split(b"\0"))
+    paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    sys.path[:0] = [path for path in paths if path and path not in sys.path]
+
+
+def run(words: list[str]) -> None:
+    """Do what Python does with these words."""
     if words[0] == "-c":
         sys.argv = ["-c", *words[2:]]
         sys.modules["__main__"] = main = types.ModuleType("__main__")
@@ -122,13 +208,14 @@ def run(words: list[str]) -> None:
         runpy.run_module(words[1], run_name="__main__", alter_sys=True)
     else:
         sys.argv = words
+        sys.path.insert(0, os.path.dirname(words[0]))
         runpy.run_path(words[0], run_name="__main__")
 
 
 if __name__ == "__main__":
-    import torch  # noqa: F401
-
-    import kvoffload.connectors.local  # noqa: F401
-
+    before = dict(os.environ)
+    for module in sys.argv[2:]:
+        importlib.import_module(module)
+    SET_BY_IMPORTS = {name: os.environ[name] for name in os.environ if name not in before}
     gc.freeze()  # what the collector never looks at need not be copied for a fork
     run(serve(sys.argv[1]))

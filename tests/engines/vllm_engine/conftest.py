@@ -1,8 +1,9 @@
 """A real vLLM on the CPU, with tiny models made on the spot; ``make test-vllm`` runs these.
 
-Each engine is a process of its own, so that it can be killed. Its frontend, scheduler and worker
-share that process, because the start of each further process costs ten seconds. vLLM's own
-processes, one for each, are asked for with ``distributed_executor_backend="mp"``.
+Each engine is a process of its own, so that it can be killed: a fork of one that has imported vLLM,
+because an import takes eight seconds of a core. API servers begin as their users' do. An engine's
+frontend, scheduler and worker share its process. vLLM's own processes, one for each, are asked for
+with ``distributed_executor_backend="mp"``.
 """
 
 import importlib.util
@@ -21,6 +22,7 @@ import pytest
 from tests.engines.vllm_engine.outcomes import pytest_runtest_logreport, pytest_sessionfinish
 from tests.engines.vllm_engine.traffic import Traffic
 from tests.support.engine_process import EngineProcess
+from tests.support.preloaded import Preloaded
 
 __all__ = ["pytest_runtest_logreport", "pytest_sessionfinish"]
 
@@ -35,6 +37,27 @@ ONE_BLOCK = {"blocks_per_chunk": 1}
 INTERPRETER = Path(__file__).parent / "interpreter"
 """On the path of engines, so that ``TRITON_INTERPRET=1 VLLM_USE_V2_MODEL_RUNNER=1`` in the
 environment of the tests runs them with Model Runner V2."""
+
+
+ENVIRONMENT = {
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "OMP_NUM_THREADS": "2",
+}
+OF_ENGINES = (
+    "vllm.entrypoints.llm",
+    "vllm.lora.request",
+    "vllm.model_executor.models.llama",
+    "vllm.v1.engine.core",
+    "vllm.v1.executor.uniproc_executor",
+    "vllm.v1.worker.cpu_worker",
+    "kvoffload.connectors.vllm.scheduler",
+    "kvoffload.connectors.vllm.worker",
+)
+"""Modules that every engine imports."""
+READ_AT_IMPORT = {"TRITON_INTERPRET"}
+"""An engine with such a variable of its own is no fork: it imports vLLM anew."""
 
 
 def pytest_collection_modifyitems(items):
@@ -55,10 +78,18 @@ def _own_logger():
     logger.setLevel(level)
 
 
+def joined(env):
+    """Say where the child finds modules: those of the test beside those of this process."""
+    paths = [env.get("PYTHONPATH"), str(INTERPRETER), os.environ.get("PYTHONPATH")]
+    return {**env, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+
+
 class Engine(EngineProcess):
     """A vLLM in another process; every call waits for its answer."""
 
-    def __init__(self, model, log_file, extra=None, env=None, policy="recompute", **options):
+    def __init__(
+        self, model, log_file, extra=None, env=None, policy="recompute", python=None, **options
+    ):
         settings = {
             "model": model,
             "dtype": "float32",
@@ -83,20 +114,11 @@ class Engine(EngineProcess):
         is_apart = settings["distributed_executor_backend"] == "mp"
         given = {
             **os.environ,
-            "HF_HUB_OFFLINE": "1",
-            "VLLM_CPU_KVCACHE_SPACE": "1",
-            "VLLM_NO_USAGE_STATS": "1",
-            "OMP_NUM_THREADS": "2",
+            **ENVIRONMENT,
             "VLLM_ENABLE_V1_MULTIPROCESSING": str(int(is_apart)),
-            **self._joined(env or {}),
+            **joined(env or {}),
         }
-        super().__init__(CHILD, settings, log_file, given)
-
-    @staticmethod
-    def _joined(env):
-        """Where the child finds modules: those of the test beside those of this process."""
-        paths = [env.get("PYTHONPATH"), str(INTERPRETER), os.environ.get("PYTHONPATH")]
-        return {**env, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+        super().__init__(CHILD, settings, log_file, given, python)
 
     def generate(self, prompts, max_tokens=16, **more):
         answer = self.ask("generate", prompts=prompts, max_tokens=max_tokens, **more)
@@ -236,8 +258,16 @@ def halves(models, tmp_path):
         rig.__exit__()
 
 
+@pytest.fixture(scope="session")
+def imported():
+    """A Python that has imported what engines do, which is most of the time of their start."""
+    server = Preloaded(OF_ENGINES, {**ENVIRONMENT, **joined({})})
+    yield server
+    server.close()
+
+
 @pytest.fixture(scope="module")
-def start(models, tmp_path_factory):
+def start(models, imported, tmp_path_factory):
     """Start an engine; all are killed at the end of the module."""
     running = []
 
@@ -247,7 +277,8 @@ def start(models, tmp_path_factory):
             env = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", **(env or {})}
         log = tmp_path_factory.mktemp("log") / "engine.log"
         options = {"model": models(kind), **OF_KIND.get(kind, {}), **options}
-        engine = Engine(log_file=log, extra=extra, env=env, **options)
+        python = None if READ_AT_IMPORT.intersection(env or {}) else imported
+        engine = Engine(log_file=log, extra=extra, env=env, python=python, **options)
         running.append(engine)
         return engine.wait_ready() if ready else engine
 
