@@ -108,10 +108,14 @@ async def _killed(one, two, server):
     server.signal(signal.SIGKILL)
     assert await load(backend, keys) == [False] * 4
     assert await store(backend, keys_of(2, "new")) == [False] * 2
+    told = backend.counters()
+    for _ in range(100):  # the kernel remembers files of the mount for a second
+        if not any(await backend.contains(keys)):
+            break
+        await asyncio.sleep(0.1)
     assert await backend.contains(keys) == [False] * 4
-    counts = backend.counters()
-    assert any(name.startswith(("read_io_", "read_missing", "read_late")) for name in counts)
-    assert any(name.startswith(("write_io_", "write_missing", "write_late")) for name in counts)
+    assert any(name.startswith("read_") for name in told), told
+    assert any(name.startswith(("write_", "refused_")) for name in told), told
     await backend.close()
     assert not one.is_mount()
     assert list(one.iterdir()) == []  # nothing was written in the place of the mount
