@@ -140,7 +140,9 @@ class OffloadConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     """Part of host memory that may be kept for requests in the engine's queue. Their chunks stay
     until they run, and come early from the tiers. 0: the queue is not looked at."""
     tenants: bool = False
-    """Whether chunks are told apart by their requests' ``cache_salt``, which names a tenant."""
+    """Whether chunks are told apart by their requests' ``cache_salt``, which names a tenant. Each
+    chunk on a disk or in another lasting store then has a tag of its tenant, so that ``gc
+    --tenant`` finds it."""
     tenant_share: _Share = 1.0
     """With ``tenants``: the part of host memory that chunks of one tenant may hold while other
     chunks need room. A tenant above it evicts its own chunks first. Requests without a salt are one

@@ -136,11 +136,20 @@ class StagedLoadStoreSpec(CPULoadStoreSpec):
 
 
 class BackendLoadStoreSpec(LoadStoreSpec):
-    """Keys in the tier of that name."""
+    """Keys in the tier of that name.
 
-    def __init__(self, tier: str, keys: Sequence[OffloadKey]) -> None:
+    Args:
+        tier: its name.
+        keys: of chunks.
+        tenants: for a write, whose each chunk is; empty where tenants are not told apart.
+    """
+
+    def __init__(
+        self, tier: str, keys: Sequence[OffloadKey], tenants: Sequence[bytes] = ()
+    ) -> None:
         self.tier = tier
         self.keys = tuple(keys)
+        self.tenants = tuple(tenants)
 
     @staticmethod
     def medium() -> str:

@@ -21,6 +21,6 @@ acl=$(mktemp)
 cat > "$acl" <<END
 user default off
 user kvoffload on #$engine ~kvoffload:* +getex +psetex +exists +pexpire +unlink +ping +info
-user operator on #$operator ~kvoffload:* +scan +strlen +pttl +get +unlink +ping +info
+user operator on #$operator ~kvoffload:* +scan +strlen +pttl +get +getrange +unlink +ping +info
 END
 exec "$@" --aclfile "$acl"

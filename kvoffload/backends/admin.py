@@ -148,6 +148,19 @@ class Collects(Protocol):
 
 
 @runtime_checkable
+class Erases(Protocol):
+    """Optional: for ``gc --tenant``."""
+
+    async def erase(self, tenant: bytes, wanted: Garbage) -> Collected:
+        """Remove the chunks of a tenant, which ``write`` got with them, if ``wanted`` fits.
+
+        Without an age or a namespace, all of them. The figures have ``unknown``: how many chunks do
+        not tell whose they are, and stay.
+        """
+        ...
+
+
+@runtime_checkable
 class Verifies(Protocol):
     """Optional: for ``verify``; :mod:`kvoffload.backends.verification` helps."""
 

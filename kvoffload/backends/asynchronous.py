@@ -121,12 +121,15 @@ class AsyncBackend(CountedBackend, ABC):
 
         return await self.__each("read", len(keys), load, ReadResult.UNAVAILABLE)
 
-    async def write(self, keys: Sequence[bytes], chunks: Sequence[memoryview]) -> list[bool]:
+    async def write(
+        self, keys: Sequence[bytes], chunks: Sequence[memoryview], tenants: Sequence[bytes] = ()
+    ) -> list[bool]:
+        """See :meth:`Backend.write`; headers tell of ``tenants``, one a key, or none."""
         check_lengths(keys, chunks)
 
         async def store(i: int) -> bool:
-            key, chunk = keys[i], chunks[i].cast("B")
-            header, stored = await _computed(chunk, self.__frames.pack, key, chunk)
+            key, chunk, tenant = keys[i], chunks[i].cast("B"), tenants[i] if tenants else b""
+            header, stored = await _computed(chunk, self.__frames.pack, key, chunk, tenant)
             try:
                 return await self.put(key, header, stored)
             finally:

@@ -26,6 +26,7 @@ from kvoffload.backends.header import (
     CHECKSUM_BYTES,
     COMPACT_BYTES,
     KEY_ID_BYTES,
+    NO_TENANT,
     NONCE_BYTES,
     OTHER_KEY,
     Header,
@@ -36,6 +37,7 @@ from kvoffload.backends.header import (
     parse_header,
     sealed,
 )
+from kvoffload.backends.seals import tenant_tag
 
 _INFO = b"kvoffload chunk encryption v1 "
 _KEY_BYTES = 32
@@ -49,10 +51,12 @@ class NamespaceKey:
     Args:
         key: 32 bytes.
         key_id: names the key in headers, and tells nothing of it.
+        tenants_key: of the tags of tenants, 32 bytes.
     """
 
-    def __init__(self, key: bytes, key_id: bytes) -> None:
+    def __init__(self, key: bytes, key_id: bytes = b"", tenants_key: bytes = b"") -> None:
         self.id = key_id
+        self.tenants_key = tenants_key
         # Of single blocks, so it has no state; to make one for each chunk would cost more.
         self._blocks = Cipher(algorithms.AES(key), modes.ECB()).encryptor()
         self._lock = threading.Lock()
@@ -67,9 +71,10 @@ class NamespaceKey:
     @classmethod
     def derived(cls, secret: bytes, namespace: bytes) -> "NamespaceKey":
         """Derive the key of a namespace, named by its digest, from a secret of 256 bits or more."""
-        length = _KEY_BYTES + KEY_ID_BYTES
+        id_end = _KEY_BYTES + KEY_ID_BYTES
+        length = id_end + _KEY_BYTES
         made = HKDF(hashes.SHA256(), length, None, _INFO + namespace).derive(secret)
-        return cls(made[:_KEY_BYTES], made[_KEY_BYTES:])
+        return cls(made[:_KEY_BYTES], made[_KEY_BYTES:id_end], made[id_end:])
 
     def __repr__(self) -> str:
         return f"NamespaceKey({self.id.hex()})"
@@ -102,7 +107,13 @@ class CipherSeal:
         return f"CipherSeal({len(self._secrets)} secrets)"
 
     def pack(
-        self, key: bytes, namespace: bytes, chunk: memoryview, *, header_bytes: int = COMPACT_BYTES
+        self,
+        key: bytes,
+        namespace: bytes,
+        chunk: memoryview,
+        *,
+        header_bytes: int = COMPACT_BYTES,
+        tenant: bytes = b"",
     ) -> tuple[bytes, memoryview]:
         own = self._of(namespace)[0]
         nonce = os.urandom(NONCE_BYTES)
@@ -115,6 +126,7 @@ class CipherSeal:
             kind=AES_256_GCM,
             nonce=nonce,
             key_id=own.id,
+            tenant=tenant_tag(tenant, own.tenants_key),
         )
         buffer = self._buffers.take(chunk.nbytes + CHECKSUM_BYTES)
         cipher = AESGCM(own.of_chunk(nonce))
@@ -138,15 +150,22 @@ class CipherSeal:
         return None if running.is_whole() else "payload"
 
     def begin_check(self, header: memoryview, found: Header) -> "_Decryption | None":
-        if found.kind != AES_256_GCM:
-            return None
-        own = next((each for each in self._of(found.namespace) if each.id == found.key_id), None)
-        if own is None:
+        if (own := self._key_of(found)) is None:
             return None
         mode = modes.GCM(found.nonce[_HALF:], found.checksum)
         cipher = Cipher(algorithms.AES(own.of_chunk(found.nonce)), mode).decryptor()
         cipher.authenticate_additional_data(associated_data(body_of(header, found)))
         return _Decryption(cipher)
+
+    def is_of(self, found: Header, tenant: bytes) -> bool | None:
+        if (own := self._key_of(found)) is None or found.tenant == NO_TENANT:
+            return None
+        return found.tenant == tenant_tag(tenant, own.tenants_key)
+
+    def _key_of(self, found: Header) -> NamespaceKey | None:
+        if found.kind != AES_256_GCM:
+            return None
+        return next((each for each in self._of(found.namespace) if each.id == found.key_id), None)
 
     def _of(self, namespace: bytes) -> list[NamespaceKey]:
         if (keys := self._keys.get(namespace)) is None:

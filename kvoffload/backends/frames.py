@@ -25,13 +25,15 @@ class Frames:
         self._header_bytes = header_bytes
         self.seal: Seal = ChecksumSeal()
 
-    def pack(self, key: bytes, chunk: memoryview) -> tuple[bytes, memoryview]:
+    def pack(self, key: bytes, chunk: memoryview, tenant: bytes = b"") -> tuple[bytes, memoryview]:
         """Return header and bytes to store; see :meth:`Seal.pack`, and pass them to :meth:`done`.
 
         Raises:
             ValueError: the key has a wrong length.
         """
-        return self.seal.pack(key, self._digest, chunk, header_bytes=self._header_bytes)
+        return self.seal.pack(
+            key, self._digest, chunk, header_bytes=self._header_bytes, tenant=tenant
+        )
 
     def done(self, stored: memoryview) -> None:
         """Take back the bytes of :meth:`pack`, which are stored or never will be."""

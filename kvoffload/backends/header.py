@@ -26,6 +26,8 @@ MAX_KEY_BYTES = 120
 CHECKSUM_BYTES = 16
 NONCE_BYTES = 24
 KEY_ID_BYTES = 8
+TENANT_BYTES = 16
+NO_TENANT = bytes(TENANT_BYTES)
 
 MAGIC = b"\x89KVOFF\r\n"
 VERSION = 1
@@ -41,8 +43,10 @@ NOT_DAMAGED = frozenset((OTHER_VERSION, OTHER_KEY))
 """The reasons of whole chunks that this reader cannot use, and leaves in place."""
 
 # magic, version, header bytes, checksum kind, key length, payload length, checksum, namespace, key,
-# nonce, id of the encryption key
-_FIELDS = struct.Struct(f"<8sHHHHQ16s32s{MAX_KEY_BYTES}s{NONCE_BYTES}s{KEY_ID_BYTES}s")
+# nonce, id of the encryption key, tag of the tenant
+_FIELDS = struct.Struct(
+    f"<8sHHHHQ16s32s{MAX_KEY_BYTES}s{NONCE_BYTES}s{KEY_ID_BYTES}s{TENANT_BYTES}s"
+)
 _SEAL = struct.Struct("<Q")
 _CHECKSUM_AT = 24
 
@@ -59,6 +63,8 @@ class Header(NamedTuple):
     kind: int = XXH3_128
     nonce: bytes = bytes(NONCE_BYTES)
     key_id: bytes = bytes(KEY_ID_BYTES)
+    tenant: bytes = NO_TENANT
+    """:data:`NO_TENANT`, or what tells the chunk's tenant to those who know its salt."""
 
 
 def namespace_digest(namespace: str) -> bytes:
@@ -84,7 +90,12 @@ def check_key(key: bytes) -> None:
 
 
 def pack_header(
-    key: bytes, namespace: bytes, payload: Buffer, *, header_bytes: int = COMPACT_BYTES
+    key: bytes,
+    namespace: bytes,
+    payload: Buffer,
+    *,
+    header_bytes: int = COMPACT_BYTES,
+    tenant: bytes = b"",
 ) -> bytes:
     """Return the header of a chunk.
 
@@ -93,10 +104,12 @@ def pack_header(
         namespace: from :func:`namespace_digest`.
         payload: the chunk, contiguous bytes.
         header_bytes: :data:`COMPACT_BYTES` or :data:`ALIGNED_BYTES`.
+        tenant: a tag of :data:`TENANT_BYTES`, or nothing.
     """
     size = payload.nbytes if isinstance(payload, memoryview) else len(payload)
     digest = checksum(payload)
-    return sealed(header_body(key, namespace, size, digest, header_bytes=header_bytes))
+    body = header_body(key, namespace, size, digest, header_bytes=header_bytes, tenant=tenant)
+    return sealed(body)
 
 
 def header_body(
@@ -109,12 +122,13 @@ def header_body(
     kind: int = XXH3_128,
     nonce: bytes = b"",
     key_id: bytes = b"",
+    tenant: bytes = b"",
 ) -> bytes:
     """Return a header without its seal; see :func:`pack_header` for what it has."""
     check_key(key)
     fields = _FIELDS.pack(
         MAGIC, VERSION, header_bytes, kind, len(key), payload_bytes, digest, namespace, key,
-        nonce, key_id,
+        nonce, key_id, tenant,
     )  # fmt: skip
     return fields.ljust(header_bytes - _SEAL.size, b"\0")
 
@@ -147,6 +161,7 @@ def parse_header(buffer: Buffer) -> Header | str:
         return "short"
     (
         magic, version, size, kind, key_bytes, payload_bytes, digest, namespace, key, nonce, key_id,
+        tenant,
     ) = _FIELDS.unpack_from(view)  # fmt: skip
     if magic != MAGIC:
         return "magic"
@@ -163,7 +178,7 @@ def parse_header(buffer: Buffer) -> Header | str:
     if not 0 < key_bytes <= MAX_KEY_BYTES:
         return "header"
     own_key = key[:key_bytes]
-    return Header(size, own_key, payload_bytes, digest, namespace, kind, nonce, key_id)
+    return Header(size, own_key, payload_bytes, digest, namespace, kind, nonce, key_id, tenant)
 
 
 def check_chunk(header: Buffer, payload: Buffer, key: bytes, namespace: bytes) -> str | None:

@@ -4,11 +4,20 @@ A :class:`ChecksumSeal` leaves the chunk as it is. The seal of
 :mod:`~kvoffload.backends.encryption` stores it encrypted, and decrypts it where it was read.
 """
 
+import hashlib
 from typing import Protocol
 
 import xxhash
 
-from kvoffload.backends.header import COMPACT_BYTES, XXH3_128, Header, check_chunk, pack_header
+from kvoffload.backends.header import (
+    COMPACT_BYTES,
+    NO_TENANT,
+    TENANT_BYTES,
+    XXH3_128,
+    Header,
+    check_chunk,
+    pack_header,
+)
 
 
 class RunningCheck(Protocol):
@@ -27,12 +36,18 @@ class Seal(Protocol):
     """Makes and checks the headers of chunks of any namespace; thread-safe."""
 
     def pack(
-        self, key: bytes, namespace: bytes, chunk: memoryview, *, header_bytes: int = COMPACT_BYTES
+        self,
+        key: bytes,
+        namespace: bytes,
+        chunk: memoryview,
+        *,
+        header_bytes: int = COMPACT_BYTES,
+        tenant: bytes = b"",
     ) -> tuple[bytes, memoryview]:
         """Return the header, and the bytes to store behind it, as many as the chunk has.
 
         Pass those bytes to :meth:`done` once they are stored. Raises ValueError for a key that no
-        header can hold.
+        header can hold. ``tenant`` stands for whose chunk it is; empty: that is not told.
         """
         ...
 
@@ -53,14 +68,25 @@ class Seal(Protocol):
         """Return the check of the payload behind a header; None: another seal guards it."""
         ...
 
+    def is_of(self, found: Header, tenant: bytes) -> bool | None:
+        """Return whether a chunk is a tenant's; None: its header does not tell it to this seal."""
+        ...
+
 
 class ChecksumSeal:
     """Stores chunks as they are, under a checksum that finds accidents."""
 
     def pack(
-        self, key: bytes, namespace: bytes, chunk: memoryview, *, header_bytes: int = COMPACT_BYTES
+        self,
+        key: bytes,
+        namespace: bytes,
+        chunk: memoryview,
+        *,
+        header_bytes: int = COMPACT_BYTES,
+        tenant: bytes = b"",
     ) -> tuple[bytes, memoryview]:
-        return pack_header(key, namespace, chunk, header_bytes=header_bytes), chunk
+        tag = tenant_tag(tenant, namespace)
+        return pack_header(key, namespace, chunk, header_bytes=header_bytes, tenant=tag), chunk
 
     def done(self, stored: memoryview) -> None:
         """Do nothing: the chunk is the caller's."""
@@ -72,6 +98,32 @@ class ChecksumSeal:
 
     def begin_check(self, header: memoryview, found: Header) -> RunningCheck | None:
         return _RunningChecksum(found.checksum) if found.kind == XXH3_128 else None
+
+    def is_of(self, found: Header, tenant: bytes) -> bool | None:
+        if found.kind != XXH3_128 or found.tenant == NO_TENANT:
+            return None
+        return found.tenant == tenant_tag(tenant, found.namespace)
+
+
+def is_of(header: Header | str, tenant: bytes, cipher: Seal | None) -> bool | None:
+    """Return whether a chunk is a tenant's by its header, as :func:`parse_header` returns it.
+
+    None: the header is damaged or does not tell it, or ``cipher`` lacks its key.
+    """
+    if not isinstance(header, Header):
+        return None
+    seals: list[Seal] = [ChecksumSeal(), *filter(None, (cipher,))]
+    answers = (seal.is_of(header, tenant) for seal in seals)
+    return next((answer for answer in answers if answer is not None), None)
+
+
+def tenant_tag(tenant: bytes, key: bytes) -> bytes:
+    """Return what a header tells of a tenant: keyed, so that two stores do not tell the same."""
+    if not tenant:
+        return b""
+    return hashlib.blake2b(
+        tenant, key=key, digest_size=TENANT_BYTES, person=b"kvoffload tenant"
+    ).digest()
 
 
 def begin_check(header: memoryview, found: Header, cipher: Seal | None) -> RunningCheck | None:

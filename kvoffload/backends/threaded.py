@@ -360,8 +360,22 @@ class ThreadedBackend(ThreadPoolBackend):
         header = self.__frames.blank()
         return self.__frames.verdict(self.get(key, header, into), key, header, into)
 
-    def store(self, key: bytes, chunk: memoryview) -> bool:
-        header, stored = self.__frames.pack(key, chunk)
+    async def write(
+        self, keys: Sequence[bytes], chunks: Sequence[memoryview], tenants: Sequence[bytes] = ()
+    ) -> list[bool]:
+        """See :meth:`Backend.write`; headers tell of ``tenants``, one a key, or none."""
+        if not tenants:
+            return await super().write(keys, chunks)
+        check_lengths(keys, chunks)
+        return await self.run_each(
+            "write",
+            len(keys),
+            lambda i: self.store(keys[i], chunks[i].cast("B"), tenants[i]),
+            False,
+        )
+
+    def store(self, key: bytes, chunk: memoryview, tenant: bytes = b"") -> bool:
+        header, stored = self.__frames.pack(key, chunk, tenant)
         try:
             return self.put(key, header, stored)
         finally:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence, Set
 from typing import Any, TypeVar
 
 from kvoffload.backends.base import Answers, ReadsEach, reason_of
-from kvoffload.io.open_stores import OpenStore, text_of
+from kvoffload.io.open_stores import OpenStore, text_of, write_for
 from kvoffload.io.protocol import Answered, Arrived, Load, Store, ToClient
 
 _A = TypeVar("_A", bound=Answers)
@@ -122,7 +122,8 @@ class ChunkJobs:
         keys = order.keys
         try:
             views = self._views(order, range(len(keys)))
-            ok[:] = bytes(map(bool, same_length(await store.backend.write(keys, views), keys)))
+            answers = await write_for(store.backend, keys, views, order.tenants)
+            ok[:] = bytes(map(bool, same_length(answers, keys)))
         except Exception as error:
             text = "%s: write of %d chunks failed: %s"
             store.failures.warning(text, store.name, len(keys), text_of(error))

@@ -154,6 +154,7 @@ class IOClient:
         slots: Sequence[int],
         sizes: int | list[int],
         listener: Listener,
+        tenants: Sequence[bytes] = (),
     ) -> None:
         """Begin writing chunks from slots; never waits.
 
@@ -162,7 +163,7 @@ class IOClient:
         """
         if self.tiers[tier].unsent:  # forgotten after the store, a key would be lost
             self._send_forgotten(self.tiers[tier])
-        order = Store(next(self._numbers), tier, list(keys), list(slots), sizes)
+        order = Store(next(self._numbers), tier, list(keys), list(slots), sizes, list(tenants))
         self._begin(order, listener, self._store_timeout_s)
 
     def remove(self, tier: str, keys: Sequence[bytes]) -> None:

@@ -4,6 +4,7 @@ import asyncio
 import logging
 import threading
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
+from inspect import signature
 from typing import Any
 
 from msgspec import convert
@@ -220,6 +221,27 @@ def _check_fit(i: int, store: Observable, chunk_bytes: int, places: dict[str, in
     if first != second:  # whichever of them opened first
         remedy = f"is where backends[{first}] keeps its chunks; one tier is enough there"
         raise ConfigError(f"backends[{second}]", place, remedy)
+
+
+async def write_for(
+    backend: Backend,
+    keys: Sequence[bytes],
+    chunks: Sequence[memoryview],
+    tenants: Sequence[bytes],
+) -> Sequence[bool]:
+    """Write chunks, and say whose they are where the store keeps that.
+
+    Raises:
+        ValueError: there are tenants, and not one for each key.
+        Exception: the store's.
+    """
+    if tenants and len(tenants) != len(keys):
+        raise ValueError(f"{len(keys)} keys, but {len(tenants)} tenants")
+    write: Callable[..., Awaitable[Sequence[bool]]] = backend.write
+    # Another module's backend may have the signature of the protocol alone.
+    if tenants and "tenants" in signature(write).parameters:
+        return await write(keys, chunks, tenants)
+    return await write(keys, chunks)
 
 
 async def greet(store: OpenStore, facts: Mapping[str, str]) -> None:

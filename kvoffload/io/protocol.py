@@ -6,17 +6,18 @@ bytes of chunks never travel here: both ends map the slab.
 """
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 from msgspec.structs import replace
 
 from kvoffload.policies.told_return import ToldReturn
 
-VERSION = 8
+VERSION = 9
 _LENGTH_BYTES = 4
 MOST_BYTES = 1 << 28
 """A longer message is none of ours: its length is garbage."""
+_MOST_TENANT_BYTES = 64
 
 
 class _Message(msgspec.Struct, array_like=True, tag=True):
@@ -110,6 +111,8 @@ class Store(_Message):
     keys: list[bytes]
     slots: list[int]
     sizes: int | list[int]
+    tenants: list[Annotated[bytes, msgspec.Meta(max_length=_MOST_TENANT_BYTES)]] = []
+    """Whose each chunk is; empty where tenants are not told apart."""
 
 
 class Cancel(_Message):

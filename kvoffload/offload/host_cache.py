@@ -391,9 +391,10 @@ class HostCache:
             here = (self.evictable, self.pinned, self.incoming, self.fetching)
             self._tenants.forget(key for key in keys if all(key not in place for place in here))
 
-    def tenant_of(self, key: OffloadKey) -> bytes:
-        """Return the tenant of a chunk; empty where none was noted."""
-        return self._tenants.of.get(key, b"") if self._tenants is not None else b""
+    def tenants_of(self, keys: Sequence[OffloadKey]) -> list[bytes]:
+        """Return the tenant of each chunk; nothing where tenants are not told apart."""
+        shares = self._tenants
+        return [] if shares is None else [shares.of.get(key, b"") for key in keys]
 
     # ---- claims ----
 

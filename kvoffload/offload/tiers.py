@@ -218,7 +218,7 @@ class WriteThrough:
             self._drop(lane, gone)
         if batch:
             source = CPULoadStoreSpec(slots)
-            target = BackendLoadStoreSpec(name, batch)
+            target = BackendLoadStoreSpec(name, batch, host.tenants_of(batch))
             source.job_id = job_id = next(self._job_ids)
             self._kept_bytes[name] = kept_bytes
             num_bytes = kept_bytes - before

@@ -7,6 +7,8 @@ import pytest
 from kvoffload.backends import asynchronous
 from kvoffload.backends.asynchronous import AsyncBackend
 from kvoffload.backends.base import ReadResult
+from kvoffload.backends.header import parse_header
+from kvoffload.backends.seals import ChecksumSeal
 from kvoffload.testing import BackendSuite
 from kvoffload.testing.backends import CHUNK_BYTES, filled, keys_of, slots, wrong_bytes
 from tests.backends.test_threaded import SEAL, private_names
@@ -80,6 +82,13 @@ class TestOneByOne(TestMoving):
 async def test_no_private_name_of_a_base_class_can_meet_one_of_a_subclass():
     backend = Moving()
     assert private_names(backend) == set()
+    await backend.close()
+
+
+async def test_a_header_tells_the_tenant():
+    backend, keys = Moving(), keys_of(1)
+    assert await backend.write(keys, filled(keys), [b"a" * 16]) == [True]
+    assert ChecksumSeal().is_of(parse_header(backend.stored[keys[0]]), b"a" * 16) is True
     await backend.close()
 
 

@@ -9,6 +9,8 @@ import pytest
 
 from kvoffload.backends.base import ReadResult, reason_of
 from kvoffload.backends.encryption import CipherSeal
+from kvoffload.backends.header import parse_header
+from kvoffload.backends.seals import ChecksumSeal
 from kvoffload.backends.threaded import InlineBackend, ThreadedBackend, ThreadPoolBackend
 from kvoffload.testing import BackendSuite
 from kvoffload.testing.backends import CHUNK_BYTES, filled, keys_of, slots, wrong_bytes
@@ -84,6 +86,18 @@ class Moving(ThreadedBackend):
 
     def delete(self, key):
         self.stored.pop(key, None)
+
+
+async def test_a_header_tells_the_tenant_to_those_who_know_it():
+    keys = keys_of(2)
+    for backend, seal in ((Moving(), ChecksumSeal()), (Moving(), SEAL)):
+        backend.encrypt_with(seal)
+        assert await backend.write(keys, filled(keys), [b"a" * 16, b""]) == [True] * 2
+        one, none = (parse_header(backend.stored[key]) for key in keys)
+        assert (seal.is_of(one, b"a" * 16), seal.is_of(one, b"b" * 16)) == (True, False)
+        assert seal.is_of(none, b"a" * 16) is None
+        assert await backend.read(keys, slots(2)) == [True] * 2
+        await backend.close()
 
 
 NATURAL = """closed counts pool pools threads runner read write load store fill each frames digest

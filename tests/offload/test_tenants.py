@@ -87,7 +87,7 @@ def test_chunks_from_a_tier_belong_to_the_request_that_loads_them():
         manager.complete(job, [True] * 3)
         manager.check()
     assert len(here(manager, keys("b", 4))) == 4
-    assert all(manager._host.tenant_of(key) == A for key in wanted[3:])
+    assert manager._host.tenants_of(wanted[3:]) == [A] * 3
 
 
 def test_chunks_of_several_sizes_count_by_their_bytes():

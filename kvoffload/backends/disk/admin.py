@@ -5,6 +5,7 @@ import mmap
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
+from itertools import compress
 from typing import Any, TypeVar
 
 from kvoffload.backends.admin import (
@@ -26,7 +27,7 @@ from kvoffload.backends.disk.inspector import Chunk, DiskInspector, Waste, inspe
 from kvoffload.backends.disk.options import DiskOptions
 from kvoffload.backends.header import NOT_DAMAGED
 from kvoffload.backends.key_files import read_encryption, without
-from kvoffload.backends.seals import Seal
+from kvoffload.backends.seals import Seal, is_of
 from kvoffload.backends.verification import Verification
 from kvoffload.config import convert, human_bytes
 
@@ -59,6 +60,9 @@ class DiskAdmin:
 
     async def collect(self, wanted: Garbage) -> Collected:
         return await self._inspect(lambda found: collect(found, wanted))
+
+    async def erase(self, tenant: bytes, wanted: Garbage) -> Collected:
+        return await self._inspect(lambda found: collect(found, wanted, (tenant, self._cipher)))
 
     async def verify(self, wanted: Check) -> Verified:
         return await self._inspect(lambda found: verify(found, wanted, self._cipher))
@@ -135,14 +139,26 @@ def _holding(found: DiskInspector, folder: str, now: float) -> Holding:
 # ---- gc ------------------------------------------------------------------------------------------
 
 
-def collect(found: DiskInspector, wanted: Garbage) -> Collected:
-    """Remove the chunks that are asked for, damaged files, and leftovers of dead processes."""
+def collect(
+    found: DiskInspector,
+    wanted: Garbage,
+    whose: tuple[bytes, Seal | None] | None = None,
+) -> Collected:
+    """Remove the chunks that are asked for, damaged files, and leftovers of dead processes.
+
+    ``whose``: only chunks of this tenant, with what decrypts the engines' chunks.
+    """
     namespace, age_s, dry_run = wanted
     folder = None if namespace is None else _folder(found, namespace)
     chunks = sorted(found.chunks(folder), key=lambda chunk: chunk.used_ns)
-    everything = folder is not None and age_s is None
+    everything = (folder is not None or whose is not None) and age_s is None
     until_ns = -math.inf if age_s is None else time.time_ns() - age_s * 1e9
     old = [chunk for chunk in chunks if everything or chunk.used_ns < until_ns]
+    unknown = 0
+    if whose is not None:
+        verdicts = [is_of(found.header(chunk), *whose) for chunk in old]
+        unknown = sum(verdict is None for verdict in verdicts)
+        old = list(compress(old, verdicts))
     garbage: list[tuple[str, Chunk | Waste, Callable[[Any], int]]] = [
         *(("chunk", chunk, found.remove) for chunk in old),
         *(("damaged", file, lambda file: found.unlink(*file)) for file in found.quarantined()),
@@ -155,7 +171,7 @@ def collect(found: DiskInspector, wanted: Garbage) -> Collected:
             going.append({"kind": kind, "path": each.path, "bytes": each.allocated_bytes})
         except OSError as error:
             failed.append({"path": each.path, "why": error.strerror or str(error)})
-    if everything and folder is not None and not dry_run:
+    if everything and folder is not None and whose is None and not dry_run:
         found.remove_namespace_folder(folder)
     number = Counter(str(each["kind"]) for each in going)
     kept = len(chunks) - number["chunk"]
@@ -173,11 +189,15 @@ def collect(found: DiskInspector, wanted: Garbage) -> Collected:
         "undeletable": len(failed),
         "not_removed": failed,
     }
+    if whose is not None:
+        figures["unknown"] = unknown
     summary = (
         f"{counted(number['chunk'], 'chunk')}, {number['damaged']} damaged files set aside, "
         f"{number['leftover']} leftovers of dead processes: {human_bytes(freed.total())}; "
         f"{kept} chunks stay, {human_bytes(kept_bytes)}"
     )
+    if unknown:
+        summary += f"; of {unknown} of them it is not known whose they are"
     shown = [f"{kind} {human_bytes(each.allocated_bytes)} {each.path}" for kind, each, _ in garbage]
     failures = [f"{each['path']} ({each['why']})" for each in failed]
     return Collected(summary, figures, shown if dry_run else [], failures)

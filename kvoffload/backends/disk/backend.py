@@ -166,7 +166,9 @@ class DiskBackend(ThreadPoolBackend):
             # The head of a prefix becomes the most recent.
             self._store.used([name_of(0, keys[i]) for i in sorted(loaded, reverse=True)])
 
-    async def write(self, keys: Sequence[bytes], chunks: Sequence[memoryview]) -> list[bool]:
+    async def write(
+        self, keys: Sequence[bytes], chunks: Sequence[memoryview], tenants: Sequence[bytes] = ()
+    ) -> list[bool]:
         """Write chunks, each whole or not at all; the first write names the namespace on disk."""
         if self._refuses("write", len(keys)):
             return [False] * len(keys)
@@ -178,7 +180,8 @@ class DiskBackend(ThreadPoolBackend):
         reservation = Reservation(self._store.space, new)
 
         def store(i: int) -> bool:
-            return self._store.store(keys[i], chunks[i].cast("B"), reservation)
+            tenant = tenants[i] if tenants else b""
+            return self._store.store(keys[i], chunks[i].cast("B"), reservation, tenant)
 
         try:
             is_quick = self.is_quick(chunks)

@@ -131,7 +131,14 @@ class ChunkFiles:
             vfs.close_quietly(fd)
 
     def write(
-        self, path: str, key: bytes, namespace: bytes, chunk: memoryview, *, overwrite: bool = False
+        self,
+        path: str,
+        key: bytes,
+        namespace: bytes,
+        chunk: memoryview,
+        *,
+        overwrite: bool = False,
+        tenant: bytes = b"",
     ) -> Outcome:
         """Write a chunk under a temporary name; the caller renames or removes the file.
 
@@ -147,7 +154,9 @@ class ChunkFiles:
                 now_ns = time.time_ns()
                 self.vfs.utime(path, now_ns, now_ns)  # a write leaves the time of the last use
             header, _ = self.pages()
-            header[:], stored = self.seal.pack(key, namespace, chunk, header_bytes=PAGE)
+            header[:], stored = self.seal.pack(
+                key, namespace, chunk, header_bytes=PAGE, tenant=tenant
+            )
             try:
                 written = continued(self.vfs.pwritev, fd, [header, stored], 0)
             finally:

@@ -30,7 +30,7 @@ class Draft(Protocol):
         """Return whether an evicted chunk is overwritten."""
         ...
 
-    def write(self, key: bytes, chunk: memoryview) -> tuple[str | None, int]:
+    def write(self, key: bytes, chunk: memoryview, tenant: bytes = b"") -> tuple[str | None, int]:
         """Write header and chunk; return why that failed, or None, and the allocated bytes."""
         ...
 

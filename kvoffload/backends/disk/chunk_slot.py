@@ -75,13 +75,19 @@ class ChunkSlots:
         return counted_as("size" if reason == "length" else reason)
 
     def write(
-        self, segment: Segment, slot: int, key: bytes, namespace: bytes, chunk: memoryview
+        self,
+        segment: Segment,
+        slot: int,
+        key: bytes,
+        namespace: bytes,
+        chunk: memoryview,
+        tenant: bytes = b"",
     ) -> str | None:
         """Write a chunk into a slot that the table does not name; return a counter's reason."""
         files, vfs, offset = self._files, self._vfs, slot * segment.slot_bytes
         header, _ = files.pages()
         wanted = PAGE + chunk.nbytes
-        header[:], stored = files.seal.pack(key, namespace, chunk, header_bytes=PAGE)
+        header[:], stored = files.seal.pack(key, namespace, chunk, header_bytes=PAGE, tenant=tenant)
         try:
             buffers, direct = [header, stored], files.direct and is_aligned(stored)
             moved = vfs.pwritev(segment.fd(direct=direct), buffers, offset)

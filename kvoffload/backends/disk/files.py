@@ -17,9 +17,10 @@ class FileDraft(NamedTuple):
     path: str
     overwrites: bool
 
-    def write(self, key: bytes, chunk: memoryview) -> tuple[str | None, int]:
+    def write(self, key: bytes, chunk: memoryview, tenant: bytes = b"") -> tuple[str | None, int]:
+        digest, overwrite = self.form.digest, self.overwrites
         reason, facts = self.form.chunks.write(
-            self.path, key, self.form.digest, chunk, overwrite=self.overwrites
+            self.path, key, digest, chunk, overwrite=overwrite, tenant=tenant
         )
         return reason, 0 if facts is None else facts.st_blocks * 512
 

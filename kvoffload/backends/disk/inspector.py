@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from kvoffload.backends.disk import limits as disk_limits
 from kvoffload.backends.disk import manifest, paths
-from kvoffload.backends.disk.chunk_file import check, reason_of
+from kvoffload.backends.disk.chunk_file import PAGE, check, reason_of
 from kvoffload.backends.disk.chunk_slot import fault_of
 from kvoffload.backends.disk.limits import Limits
 from kvoffload.backends.disk.locks import (
@@ -36,7 +36,7 @@ from kvoffload.backends.disk.root_checks import (
 from kvoffload.backends.disk.segment import FREE, WRITING, Entry, Segment, remove_empty, segments_in
 from kvoffload.backends.disk.vfs import Vfs
 from kvoffload.backends.disk.walker import names_in, remove_namespace, walk
-from kvoffload.backends.header import OTHER_VERSION, counted_as
+from kvoffload.backends.header import OTHER_VERSION, Header, counted_as, parse_header
 from kvoffload.backends.seals import Seal
 
 _IN_ROOT = {paths.BOUNDS, LEDGER, paths.OWNER, QUARANTINE, WRITERS, "lost+found"}
@@ -261,6 +261,22 @@ class DiskInspector:
         except OSError as error:
             return reason_of(error), 0
         return reason, read
+
+    def header(self, chunk: Chunk) -> Header | str:
+        """Return a chunk's header, or why there is none."""
+        page = memoryview(bytearray(PAGE))
+        try:
+            if isinstance(chunk, ChunkSlot):
+                fd, offset = chunk.segment.fd(direct=False), chunk.slot * chunk.allocated_bytes
+                return parse_header(page[: self.vfs.preadv(fd, [page], offset)])
+            fd = self._open(chunk.path)
+            try:
+                return parse_header(page[: self.vfs.preadv(fd, [page], 0)])
+            finally:
+                self.vfs.close_quietly(fd)
+        except OSError as error:
+            self._refuse_foreign(chunk.path, error)
+            return reason_of(error)
 
     def _open(self, path: str) -> int:
         try:

@@ -60,9 +60,9 @@ class SlotDraft(NamedTuple):
     place: Place
     overwrites: bool
 
-    def write(self, key: bytes, chunk: memoryview) -> tuple[str | None, int]:
+    def write(self, key: bytes, chunk: memoryview, tenant: bytes = b"") -> tuple[str | None, int]:
         form, segment = self.form, self.segment
-        reason = form.chunks.write(segment, self.slot, key, form.digest, chunk)
+        reason = form.chunks.write(segment, self.slot, key, form.digest, chunk, tenant)
         return reason, segment.slot_bytes
 
     def publish(self, name: Name) -> int:

@@ -205,7 +205,13 @@ class DiskStore:
                 self.index.found([(name, seen.allocated_bytes)])
             self.index.hide([name])
 
-    def store(self, key: bytes, chunk: memoryview, reservation: Reservation | None = None) -> bool:
+    def store(
+        self,
+        key: bytes,
+        chunk: memoryview,
+        reservation: Reservation | None = None,
+        tenant: bytes = b"",
+    ) -> bool:
         """Store a chunk, in room of ``reservation`` if it is one of a job."""
         name, repairs = name_of(0, key), self.root.repairs
         if name in self.index and self.exists(key):
@@ -224,7 +230,7 @@ class DiskStore:
                     self.root.quota.release(-reserved)  # both places are taken for now
             draft = draft or form.draft(chunk.nbytes)
             with self._large_writes if chunk.nbytes > _LARGE_BYTES else contextlib.nullcontext():
-                reason, allocated = draft.write(key, chunk)
+                reason, allocated = draft.write(key, chunk, tenant)
             if reason is None:
                 # Some file systems (ZFS) allocate later, and report 512 bytes until then.
                 reason = self._publish(name, draft, reserved, max(reserved, allocated))
@@ -237,7 +243,8 @@ class DiskStore:
             self.space.cancel(reserved, draft)
             self.space.write_failed(reason)
             if reason == "missing" and (self.root.repair() or self.root.repairs != repairs):
-                return self.store(key, chunk)  # its folder was removed, and exists again
+                # Its folder was removed, and exists again.
+                return self.store(key, chunk, None, tenant)
             return False
         if draft is not None and draft.overwrites:
             self.count("overwritten")

@@ -46,6 +46,9 @@ class FolderAdmin:
     async def collect(self, wanted: Garbage) -> Collected:
         return await self._inspect(lambda found: collect(found, wanted))
 
+    async def erase(self, tenant: bytes, wanted: Garbage) -> Collected:
+        return await self._inspect(lambda found: collect(found, wanted, (tenant, self._cipher)))
+
     async def verify(self, wanted: Check) -> Verified:
         return await self._inspect(lambda found: verify(found, wanted, self._cipher))
 

@@ -220,13 +220,15 @@ class FolderBackend(AsyncBackend):
                 self._known.used(key, self._records.age_s(facts.st_mtime_ns))
         return answers
 
-    async def write(self, keys: Sequence[bytes], chunks: Sequence[memoryview]) -> list[bool]:
+    async def write(
+        self, keys: Sequence[bytes], chunks: Sequence[memoryview], tenants: Sequence[bytes] = ()
+    ) -> list[bool]:
         """Write chunks, each whole or not at all; the first write names the namespace there."""
         check_lengths(keys, chunks)
         for key in keys:
             check_key(key)
         # Tails first, because files leave in the order of their times.
-        answers = await super().write(keys[::-1], chunks[::-1])
+        answers = await super().write(keys[::-1], chunks[::-1], tenants[::-1])
         if self._facts is None and any(answers):
             await self.describe({})  # opened without facts: the manifest tells the name alone
         return answers[::-1]

@@ -18,9 +18,9 @@ from kvoffload.backends.header import (
     XXH3_128,
     Header,
     mismatch,
-    pack_header,
     parse_header,
 )
+from kvoffload.backends.seals import ChecksumSeal
 from kvoffload.errors import ConfigError
 
 _LEAST_BYTES, _LEAST_DISTINCT = 32, 8
@@ -38,13 +38,22 @@ class SecretSeal:
 
     def __init__(self, secret: bytes) -> None:
         self._secret = secret
+        self._plain = ChecksumSeal()
         self.suffix = f"+mac-{_fingerprint(secret)}"
         """The end of the name of each namespace of engines with this secret."""
 
     def pack(
-        self, key: bytes, namespace: bytes, chunk: memoryview, *, header_bytes: int = COMPACT_BYTES
+        self,
+        key: bytes,
+        namespace: bytes,
+        chunk: memoryview,
+        *,
+        header_bytes: int = COMPACT_BYTES,
+        tenant: bytes = b"",
     ) -> tuple[bytes, memoryview]:
-        header = pack_header(key, namespace, chunk, header_bytes=header_bytes)
+        header, _ = self._plain.pack(
+            key, namespace, chunk, header_bytes=header_bytes, tenant=tenant
+        )
         told = header[: -_MAC_BYTES - _SEAL.size]
         code = _Code(self._secret, told, b"")
         code.update(chunk)
@@ -73,6 +82,9 @@ class SecretSeal:
         return _Code(
             self._secret, header[: end - _MAC_BYTES], bytes(header[end - _MAC_BYTES : end])
         )
+
+    def is_of(self, found: Header, tenant: bytes) -> bool | None:
+        return self._plain.is_of(found, tenant)
 
 
 class _Code:

@@ -5,10 +5,11 @@ names of chunks begin with a hash.
 """
 
 import itertools
+import math
 import threading
 import time
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Concatenate, NamedTuple, ParamSpec, TypeVar
 
@@ -46,7 +47,7 @@ from kvoffload.backends.object.naming import (
     read_facts,
 )
 from kvoffload.backends.object.options import ObjectOptions
-from kvoffload.backends.seals import Seal, begin_check
+from kvoffload.backends.seals import Seal, begin_check, is_of
 from kvoffload.backends.verification import Verification
 from kvoffload.config import human_bytes
 
@@ -54,6 +55,7 @@ PATIENCE_S = 30.0
 """Of a request of a command."""
 _RETRIES = 3
 _AT_ONCE = 16
+_HEADERS_A_TURN = 256
 MOST_FACTS_BYTES = 256 << 10
 MOST_DESCRIBED = 256
 """Namespaces whose facts an engine reads at its start."""
@@ -133,6 +135,10 @@ class ObjectAdmin:
         """Remove a namespace, or the chunks that were stored long ago."""
         return await self._apart(_collect, wanted)
 
+    async def erase(self, tenant: bytes, wanted: Garbage) -> Collected:
+        """Remove the chunks of a tenant, after a read of each one's header."""
+        return await self._apart(_erase, tenant, wanted)
+
     async def verify(self, wanted: Check) -> Verified:
         """Read objects one by one."""
         return await self._apart(_verify, wanted)
@@ -199,8 +205,7 @@ def _purge(operator: Operator, tags: Sequence[str]) -> int:
 def _collect(operator: Operator, wanted: Garbage) -> Collected:
     totals, tag = _totals(operator), None
     if wanted.namespace is not None:
-        tags = {operator.facts(each)[0]: each for each in totals}
-        tag = tags[named(wanted.namespace, tags)]
+        tag = _tag_of(operator, wanted.namespace, totals)
     if tag is not None and wanted.unused_s is None:
         total = totals[tag]
         if not wanted.dry_run:
@@ -223,6 +228,48 @@ def _collect(operator: Operator, wanted: Garbage) -> Collected:
         told = (each.name for each in operator.listed(MANIFESTS) if each.modified_s <= oldest_s)
         operator.bucket.delete_all(told)
     return _collected(removed["chunks"], removed["nbytes"], wanted)
+
+
+def _erase(operator: Operator, tenant: bytes, wanted: Garbage) -> Collected:
+    tag = None
+    if wanted.namespace is not None:
+        tag = _tag_of(operator, wanted.namespace, _totals(operator))
+    oldest_s = math.inf if wanted.unused_s is None else time.time() - wanted.unused_s
+    total: Counter[str] = Counter()
+
+    def verdict(stored: Stored) -> bool | None:
+        operator.pause()
+        try:
+            header = parse_header(operator.bucket.beginning(stored.name, COMPACT_BYTES))
+        except FileNotFoundError:
+            return False
+        return is_of(header, tenant, operator.cipher)
+
+    def theirs() -> Iterator[str]:
+        old = (each for each, _ in operator.chunks(tag) if each.modified_s <= oldest_s)
+        with ThreadPoolExecutor(_AT_ONCE) as pool:
+            while some := list(itertools.islice(old, _HEADERS_A_TURN)):
+                for each, is_theirs in zip(some, pool.map(verdict, some), strict=True):
+                    total["unknown"] += is_theirs is None
+                    if is_theirs:
+                        total.update(chunks=1, nbytes=each.nbytes)
+                        yield each.name
+
+    if wanted.dry_run:
+        deque(theirs(), maxlen=0)
+    else:
+        operator.bucket.delete_all(theirs())
+    collected = _collected(total["chunks"], total["nbytes"], wanted)
+    figures, summary = {**collected.figures, "unknown": total["unknown"]}, collected.summary
+    if unknown := total["unknown"]:
+        summary += f"; of {counted(unknown, 'further chunk')} it is not known whose they are"
+    return Collected(summary, figures)
+
+
+def _tag_of(operator: Operator, namespace: str, tags: Iterable[str]) -> str:
+    """Return which of these parts in names is the namespace's."""
+    known = {operator.facts(each)[0]: each for each in tags}
+    return known[named(namespace, known)]
 
 
 def _collected(chunks: int, nbytes: int, wanted: Garbage) -> Collected:

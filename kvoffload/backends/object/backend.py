@@ -182,11 +182,13 @@ class ObjectBackend(ThreadedBackend, ObjectAdmin):
 
     # ---- chunks --------------------------------------------------------------------------------
 
-    async def write(self, keys: Sequence[bytes], chunks: Sequence[memoryview]) -> list[bool]:
+    async def write(
+        self, keys: Sequence[bytes], chunks: Sequence[memoryview], tenants: Sequence[bytes] = ()
+    ) -> list[bool]:
         check_lengths(keys, chunks)
         for key in keys:
             check_key(key)
-        return await super().write(keys, chunks)
+        return await super().write(keys, chunks, tenants)
 
     def load(self, key: bytes, into: memoryview) -> ReadResult:
         try:

@@ -106,6 +106,11 @@ class Bucket:
             raise Failed(Failure("refused_other", "the object is too large"))
         return b"".join(incoming.pieces())
 
+    def beginning(self, name: str, nbytes: int) -> bytes:
+        """Return the first bytes of an object, as many as it has."""
+        with explained():
+            return bytes(self._library.get_range(self._store, name, start=0, length=nbytes))
+
     def put(self, name: str, parts: Sequence[bytes | memoryview], *, replace: bool) -> bool:
         """Store an object from parts, whole, without a copy.
 

@@ -10,7 +10,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from itertools import groupby
+from itertools import compress, groupby
 from typing import Concatenate, ParamSpec, TypeVar
 
 from msgspec import ValidationError, convert
@@ -27,7 +27,7 @@ from kvoffload.backends.admin import (
 )
 from kvoffload.backends.base import Usage
 from kvoffload.backends.blocking_pool import run_once
-from kvoffload.backends.header import NOT_DAMAGED
+from kvoffload.backends.header import COMPACT_BYTES, NOT_DAMAGED, Header, parse_header
 from kvoffload.backends.redis.connection import Address, Connection, Lost
 from kvoffload.backends.redis.discovery import masters
 from kvoffload.backends.redis.handshake import CommandRefused, connected, expect, info_of
@@ -43,7 +43,7 @@ from kvoffload.backends.redis.options import Access, value_key
 from kvoffload.backends.redis.resp import Filled, ServerError, encode
 from kvoffload.backends.redis.sealer import Sealer
 from kvoffload.backends.redis.value_check import StoredValue, ValueCheck
-from kvoffload.backends.seals import Seal
+from kvoffload.backends.seals import Seal, is_of
 from kvoffload.backends.verification import Verification
 from kvoffload.config import human_bytes
 from kvoffload.errors import ConfigError
@@ -161,6 +161,10 @@ class RedisAdmin:
         """Remove a namespace, or the chunks that were not used for long."""
         return await self._apart(_collect, wanted)
 
+    async def erase(self, tenant: bytes, wanted: Garbage) -> Collected:
+        """Remove the chunks of a tenant, of one namespace or of all."""
+        return await self._apart(_erase, tenant, wanted)
+
     async def verify(self, wanted: Check) -> Verified:
         """Read values one by one, without a change of when they expire or are evicted."""
         return await self._apart(_verify, wanted)
@@ -266,6 +270,52 @@ def _collect(operator: Operator, wanted: Garbage) -> Collected:
         "undated": total["undated"],
     }
     return Collected(summary, figures)
+
+
+def _erase(operator: Operator, tenant: bytes, wanted: Garbage) -> Collected:
+    if wanted.unused_s is not None:
+        remedy = "goes without --tenant on Redis, where chunks that are not used expire"
+        raise ConfigError("older-than", f"{wanted.unused_s:g} s", remedy)
+    front, total = f"{PREFIX}:", Counter[str]()
+    if wanted.namespace is not None:
+        held = {each.namespace for each in _held(operator)}
+        front = namespace_prefix(named(wanted.namespace, held))
+
+    def remove(connection: Connection, names: list[bytes]) -> None:
+        stored = [name for name in names if not is_info(name)]
+        headers = _headers(connection, stored)
+        verdicts = [is_of(header, tenant, operator.cipher) for header in headers]
+        total["unknown"] += verdicts.count(None)
+        mine = list(compress(stored, verdicts))
+        sizes = _of_each(connection, b"STRLEN", mine)
+        removed = sizes if wanted.dry_run else _of_each(connection, b"UNLINK", mine)
+        gone = [size or 0 for size, each in zip(sizes, removed, strict=True) if each]
+        total["chunks"] += len(gone)
+        total["bytes"] += sum(gone)
+
+    operator.scan_all(f"{front}*", remove)
+    summary = f"{counted(total['chunks'], 'chunk')}, {human_bytes(total['bytes'])}"
+    if unknown := total["unknown"]:
+        summary += f"; of {counted(unknown, 'further chunk')} it is not known whose they are"
+    figures = {
+        "dry_run": wanted.dry_run,
+        "removed": total["chunks"],
+        "freed_bytes": total["bytes"],
+        "unknown": unknown,
+    }
+    return Collected(summary, figures)
+
+
+def _headers(connection: Connection, names: Sequence[bytes]) -> list[Header | str]:
+    """Return the header of each value, or why there is none."""
+    end = b"%d" % (COMPACT_BYTES - 1)
+    commands = [encode(b"GETRANGE", name, b"0", end) for name in names]
+    found: list[Header | str] = []
+    for answer in connection.ask_all(commands, connection.reader.value) if commands else ():
+        if isinstance(answer, ServerError) and not _is_foreign(answer):
+            raise CommandRefused("GETRANGE", answer)
+        found.append(parse_header(answer) if isinstance(answer, memoryview) else "type")
+    return found
 
 
 def _remove_unused(

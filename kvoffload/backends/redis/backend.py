@@ -121,7 +121,9 @@ class RedisBackend(ThreadPoolBackend, RedisAdmin):
             for key, answer in zip(keys, found, strict=True)
         ]
 
-    async def write(self, keys: Sequence[bytes], chunks: Sequence[memoryview]) -> list[bool]:
+    async def write(
+        self, keys: Sequence[bytes], chunks: Sequence[memoryview], tenants: Sequence[bytes] = ()
+    ) -> list[bool]:
         """Store chunks; only prolong the life of those that the server has.
 
         A value of another version or key is replaced: the tier would never serve its key otherwise.
@@ -138,7 +140,12 @@ class RedisBackend(ThreadPoolBackend, RedisAdmin):
             self.count("write_present", sum(ok))
             self._info.note_use()
         left = [i for i, is_present in enumerate(ok) if not is_present]
-        stored = await super().write([keys[i] for i in left], [chunks[i] for i in left])
+
+        def store(i: int) -> bool:
+            of_whom = tenants[left[i]] if tenants else b""
+            return self.store(keys[left[i]], chunks[left[i]].cast("B"), of_whom)
+
+        stored = await self.run_each("write", len(left), store, False)
         for i, good in zip(left, stored, strict=True):
             ok[i] = good
         return ok
@@ -164,11 +171,11 @@ class RedisBackend(ThreadPoolBackend, RedisAdmin):
             self._check_again(key, into.nbytes)
         return ReadResult.of(why)
 
-    def store(self, key: bytes, chunk: memoryview) -> bool:
+    def store(self, key: bytes, chunk: memoryview, tenant: bytes = b"") -> bool:
         if (io := self._ready()) is None:
             return False
         try:
-            why = io.store(key, chunk, self._started)
+            why = io.store(key, chunk, self._started, tenant)
         finally:
             self._in_flight.pop(threading.get_ident(), None)
         self.count(f"write_{why or 'ok'}")

@@ -70,7 +70,13 @@ class ChunkIO:
             node.lose(request.connection, "out_of_step")
         return counted_as(broken) if broken else ""
 
-    def store(self, key: bytes, chunk: memoryview, started: Callable[[Request], None]) -> str:
+    def store(
+        self,
+        key: bytes,
+        chunk: memoryview,
+        started: Callable[[Request], None],
+        tenant: bytes = b"",
+    ) -> str:
         """Store a chunk; return why that failed, or empty. ``started`` is that of :meth:`load`."""
         size = COMPACT_BYTES + chunk.nbytes + self._sealer.tail_bytes
         if size > MAX_VALUE_BYTES:
@@ -80,7 +86,7 @@ class ChunkIO:
             return "full"
         if node is not None and node.is_open:
             return "lost_breaker_open"  # without the checksum of a chunk that stays here
-        header, stored, tail = self._sealer.seal(key, chunk)
+        header, stored, tail = self._sealer.seal(key, chunk, tenant)
         name, ttl_ms = self._name(key), self._ttl_ms
         # PSETEX, not SET with PX: the value comes last, and with it the command is complete.
         head = b"*4\r\n$6\r\nPSETEX\r\n$%d\r\n%b\r\n$%d\r\n%b\r\n$%d\r\n%b" % (

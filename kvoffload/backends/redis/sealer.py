@@ -33,12 +33,14 @@ class Sealer:
         """The check of values, as a part of their names."""
         self.tail_bytes = MAC_BYTES if secret else 0
 
-    def seal(self, key: bytes, chunk: memoryview) -> tuple[bytes, memoryview, bytes]:
+    def seal(
+        self, key: bytes, chunk: memoryview, tenant: bytes = b""
+    ) -> tuple[bytes, memoryview, bytes]:
         """Return the bytes before the chunk, those in its place, and those after it.
 
         Pass the second to :meth:`done` once the value is sent.
         """
-        header, stored = self._seal.pack(key, self._namespace, chunk)
+        header, stored = self._seal.pack(key, self._namespace, chunk, tenant=tenant)
         return header, stored, self._mac(header, stored)
 
     def done(self, stored: memoryview) -> None:

@@ -10,6 +10,7 @@ reports, so a chunk is present when its writer has stored it.
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import compress
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -226,7 +227,9 @@ class SharedWrites:
         self._own[job_id] = own = list(map(self.writes, keys))
         keys = [key for key, is_own in zip(keys, own, strict=True) if is_own]
         slots = source.host_slots[np.array(own)]
-        return (CPULoadStoreSpec(slots), BackendLoadStoreSpec(target.tier, keys)), len(keys)
+        tenants = list(compress(target.tenants, own))
+        part = BackendLoadStoreSpec(target.tier, keys, tenants)
+        return (CPULoadStoreSpec(slots), part), len(keys)
 
     def end(self, result: TransferResult) -> TransferResult:
         """Turn the result of a part into one for all chunks of its job."""

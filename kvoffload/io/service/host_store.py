@@ -68,8 +68,10 @@ class HostStore(ThreadedBackend, LocalIndex, Spares):
         self._memory.used([self._number + key for key in reversed(keys)])
         return answers
 
-    async def write(self, keys: Sequence[bytes], chunks: Sequence[memoryview]) -> list[bool]:
-        answers = await super().write(keys, chunks)
+    async def write(
+        self, keys: Sequence[bytes], chunks: Sequence[memoryview], tenants: Sequence[bytes] = ()
+    ) -> list[bool]:
+        answers = await super().write(keys, chunks, tenants)
         self._memory.reorder([self._number + key for key in reversed(keys)])
         return answers
 

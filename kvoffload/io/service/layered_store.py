@@ -22,6 +22,7 @@ from kvoffload.backends.base import (
 from kvoffload.backends.changes import ChangedKeys
 from kvoffload.backends.log_rate import Throttle
 from kvoffload.errors import ConfigError
+from kvoffload.io.open_stores import write_for
 from kvoffload.policies.told_return import ToldReturn
 
 T = TypeVar("T")
@@ -88,9 +89,12 @@ class Layers(Observable, ReadsEach, Spares):
             nearer.append(layer)
         return answers
 
-    async def write(self, keys: Sequence[bytes], chunks: Sequence[memoryview]) -> list[bool]:
+    async def write(
+        self, keys: Sequence[bytes], chunks: Sequence[memoryview], tenants: Sequence[bytes] = ()
+    ) -> list[bool]:
         check_lengths(keys, chunks)
-        answers = await _together(layer.write(keys, chunks) for layer in self.layers.values())
+        layers = self.layers.values()
+        answers = await _together(write_for(each, keys, chunks, tenants) for each in layers)
         return [any(of_key) for of_key in zip([False] * len(keys), *answers, strict=True)]
 
     async def remove(self, keys: Sequence[bytes]) -> None:

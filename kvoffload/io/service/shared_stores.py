@@ -258,10 +258,12 @@ class StoreView(Observable, ReadsEach, Spares, Purges):
             return [False] * len(keys)
         return await self._store.read_each(keys, into, arrived)
 
-    async def write(self, keys: Sequence[bytes], chunks: Sequence[memoryview]) -> list[bool]:
+    async def write(
+        self, keys: Sequence[bytes], chunks: Sequence[memoryview], tenants: Sequence[bytes] = ()
+    ) -> list[bool]:
         if self._is_closed:
             return [False] * len(keys)
-        answers = await self._store.write(keys, chunks)
+        answers = await self._store.write(keys, chunks, tenants)
         self._shared.written([key for key, good in zip(keys, answers, strict=True) if good])
         return answers
 

@@ -7,7 +7,7 @@ import time
 
 import pytest
 from disk_commands import kvoffload
-from folder_parts import ON_DISK, load, open_folder, path_of, store
+from folder_parts import ON_DISK, SIZE, load, open_folder, path_of, store
 
 from kvoffload import open_backend
 from kvoffload.backends.admin import Check, Garbage
@@ -17,7 +17,7 @@ from kvoffload.backends.folder.admin import FolderAdmin
 from kvoffload.backends.folder.places import LEASE
 from kvoffload.errors import ConfigError
 from kvoffload.registry import open_admin
-from kvoffload.testing.backends import keys_of
+from kvoffload.testing.backends import filled, keys_of
 
 
 @pytest.fixture
@@ -133,6 +133,21 @@ async def test_gc_removes_by_age_and_by_namespace(root):
     backend = open_folder(root, "one")
     assert await load(backend, keys_of(8)) == [False] * 3 + [True] * 5
     await backend.close()
+
+
+async def test_gc_erases_the_chunks_of_one_tenant(tmp_path):
+    secret, keys = tmp_path / "secret", keys_of(4)
+    secret.write_text(secrets.token_hex(32))
+    for name, options in (("plain", {}), ("codes", {"secret_file": str(secret)})):
+        root = tmp_path / name
+        backend = open_folder(root, **options)
+        tenants = [b"a" * 16, b"a" * 16, b"b" * 16, b""]
+        assert all(await backend.write(keys, filled(keys, SIZE), tenants))
+        found = await admin(root, **options).erase(b"a" * 16, Garbage())
+        assert (found.figures["removed"], found.figures["unknown"]) == (2, 1)
+        assert await load(backend, keys) == [False] * 2 + [True] * 2
+        assert (await admin(root, **options).verify(Check())).is_sound
+        await backend.close()
 
 
 async def test_a_purge_leaves_the_other_namespaces(root):

@@ -12,6 +12,7 @@ from kvoffload.backends.admin import Check, Garbage
 from kvoffload.backends.object.naming import chunk_name, namespace_tag
 from kvoffload.cli.main import main
 from kvoffload.errors import ConfigError
+from kvoffload.offload.base import tenant_id
 from kvoffload.testing.backends import filled, keys_of, slots
 from tests.support.s3_stand_in import MISSING, Answer, S3StandIn, error
 
@@ -61,6 +62,25 @@ async def test_gc_removes_one_namespace_or_old_chunks(stores, options):
         await one.collect(Garbage(namespace="c" * 8))
     assert (await one.collect(Garbage(unused_s=0))).figures["removed"] == 3
     assert one._bucket.head("ab/foreign/object").nbytes == 1
+
+
+@pytest.mark.parametrize("encrypted", [False, True])
+async def test_gc_erases_the_chunks_of_one_tenant(stores, options, key_file, encrypted):
+    given = {**options, "encryption": {"key_file": key_file()}} if encrypted else options
+    backend, keys = open_backend("object", given, "c" * 40), keys_of(5, "of tenants")
+    await backend.describe({})
+    tenants = [tenant_id("one")] * 2 + [tenant_id("two")] * 2 + [b""]
+    assert all(await backend.write(keys, filled(keys), tenants))
+    one, dry = tenants[0], Garbage(dry_run=True)
+    found = (await stores[0].erase(one, dry)).figures  # without the key
+    assert (found["removed"], found["unknown"]) == ((0, 11) if encrypted else (2, 7))
+    assert (await backend.erase(one, Garbage(unused_s=3600))).figures["removed"] == 0
+    assert (await backend.erase(one, dry)).figures["removed"] == 2
+    assert await backend.contains(keys) == [True] * 5
+    found = (await backend.erase(one, Garbage("c" * 8))).figures
+    assert (found["removed"], found["unknown"]) == (2, 1)
+    assert await backend.contains(keys) == [False] * 2 + [True] * 3
+    await backend.close()
 
 
 async def test_purge_removes_a_namespace_with_its_facts(stores):

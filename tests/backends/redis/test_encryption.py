@@ -9,6 +9,7 @@ from disk_commands import answered
 
 from kvoffload import open_backend
 from kvoffload.errors import ConfigError
+from kvoffload.offload.base import tenant_id
 from kvoffload.testing.backends import filled, keys_of, payload_of, slots
 from tests.support.redis_engine import PATIENT
 from tests.support.redis_server import BINARY, MISSING
@@ -71,6 +72,24 @@ async def test_verify_checks_headers_without_the_key_and_values_with_it(empty, k
     assert (report["chunks"], report["other_keys"], report["damaged"]) == (3, 3, [])
     report = await asyncio.to_thread(answered, "verify", empty.url, *given, code=1)
     assert (report["other_keys"], report["reasons"]) == (0, {"corrupt_payload": 1})
+
+
+@pytest.mark.parametrize("is_encrypted", [False, True])
+async def test_the_values_of_one_tenant_are_erased_and_no_other(empty, key_file, is_encrypted):
+    path = key_file(OLD) if is_encrypted else None
+    keys, backend = keys_of(6), open_redis(empty, path)
+    tenants = [tenant_id("a"), tenant_id("a"), tenant_id("b"), tenant_id("b"), b"", b""]
+    assert all(await backend.write(keys, filled(keys), tenants))
+    given = ("-o", f"encryption={json.dumps({'key_file': path})}") if path else ()
+    words = ("gc", empty.url, *given, "--tenant", "a")
+    dry = await asyncio.to_thread(answered, *words, "--dry-run")
+    report = await asyncio.to_thread(answered, *words)
+    for each in (dry, report):
+        assert (each["removed"], each["unknown"]) == (2, 2)
+    assert await backend.contains(keys) == [False] * 2 + [True] * 4
+    report = await asyncio.to_thread(answered, "gc", empty.url, "--tenant", "b")
+    assert report["removed"] == (0 if is_encrypted else 2)
+    await backend.close()
 
 
 def test_a_secret_file_beside_the_key_is_refused(key_file):

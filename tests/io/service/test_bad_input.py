@@ -178,6 +178,7 @@ def test_slots_keys_and_names_that_cannot_be_are_misses(talk):
         Store(5, "serve", [b"k" * 4000], [0], SLOT),
         Store(6, "no such tier", KEYS[:1], [0], SLOT),
         Store(7, "serve", KEYS, [0], SLOT),
+        Store(11, "serve", KEYS, [0, 1, 2, 3], SLOT, [b"t"]),
         Load(8, "serve", KEYS[:1], [1 << 70 >> 8], SLOT),
         Load(9, "serve", KEYS[:1], [-1], SLOT),
         Load(10, "serve", KEYS, [0, 1, 2, 3], [SLOT]),

@@ -5,6 +5,7 @@ import math
 
 import pytest
 
+from kvoffload.backends.admin import Garbage
 from kvoffload.io.protocol import TierSettings
 from kvoffload.io.service import shared_stores
 from kvoffload.io.service.host_memory import HostMemory
@@ -13,6 +14,7 @@ from kvoffload.io.service.layered_store import layered
 from kvoffload.io.service.shared_stores import SharedStore, SharedStores
 from kvoffload.policies.lru import LRUPolicy
 from kvoffload.policies.told_return import ToldReturn
+from kvoffload.registry import open_admin
 from kvoffload.testing import BackendSuite
 from kvoffload.testing.backends import CHUNK_BYTES, filled, keys_of, slots
 from tests.support.io_rig import opening
@@ -113,6 +115,17 @@ async def test_the_disk_below_learns_when_the_sessions_of_an_engine_return(tmp_p
     for view in (one, two):
         await view.close()
     await stores.close()
+
+
+async def test_the_disk_below_learns_whose_chunks_they_are(tmp_path):
+    root = {"root": str(tmp_path / "kv"), "min_free": 0}
+    stores, keys = new_stores(8, TierSettings("disk", "disk", root, "")), keys_of(3)
+    view = await opened(stores)
+    assert await view.write(keys, filled(keys), [b"a" * 16, b"b" * 16, b""]) == [True] * 3
+    await view.close()
+    await stores.close()
+    erased = await open_admin("disk", root).erase(b"a" * 16, Garbage())
+    assert (erased.figures["removed"], erased.figures["unknown"]) == (1, 1)
 
 
 async def test_the_memory_keeps_a_namespace_that_no_engine_uses(tmp_path):
