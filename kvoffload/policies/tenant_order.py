@@ -7,6 +7,7 @@ room evicts nothing: a share is no limit.
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
+from math import inf
 from typing import Any
 
 from kvoffload.policies.base import Policy
@@ -21,16 +22,22 @@ class TenantShares:
 
     def __init__(self, share: float) -> None:
         self._share = share
-        self._limit_bytes = 0
-        self._bytes_of: Callable[[Any], int] = lambda key: 0
+        self._limit_bytes: float = inf
+        self._bytes_of: Callable[[Any], int] = lambda key: 1
         self.of: dict[bytes, bytes] = {}
         """Chunk in the store, or about to come → its tenant."""
         self._bytes: dict[bytes, int] = {}
+        self._above: set[bytes] = set()
 
     def use(self, capacity_bytes: int, bytes_of: Callable[[Any], int]) -> None:
-        """Count the chunks of a store by their bytes, which stay the same."""
-        self._limit_bytes = int(self._share * capacity_bytes)
+        """Count the chunks of a store by their bytes, which stay the same; before the first one."""
         self._bytes_of = bytes_of
+        self.limit(capacity_bytes)
+
+    def limit(self, capacity: int) -> None:
+        """Say how much the store holds; without :meth:`use`, in chunks."""
+        self._limit_bytes = int(self._share * capacity)
+        self._above = {each for each, held in self._bytes.items() if held > self._limit_bytes}
 
     def own(self, keys: Iterable[bytes], tenant: bytes) -> None:
         """Count chunks as a tenant's, before they are in the order; counted ones stay as they are.
@@ -41,25 +48,32 @@ class TenantShares:
         """
         new = [key for key in dict.fromkeys(keys) if key not in self.of]
         self.of.update(dict.fromkeys(new, tenant))
-        self._bytes[tenant] = self._bytes.get(tenant, 0) + sum(map(self._bytes_of, new))
+        self._add(tenant, sum(map(self._bytes_of, new)))
 
     def forget(self, keys: Iterable[bytes]) -> None:
         """Count chunks no longer, which left for good."""
         for key in keys:
             if (tenant := self.of.pop(key, None)) is not None:
-                self._bytes[tenant] -= self._bytes_of(key)
-                if not self._bytes[tenant]:
-                    del self._bytes[tenant]
+                self._add(tenant, -self._bytes_of(key))
+
+    def _add(self, tenant: bytes, num_bytes: int) -> None:
+        held = self._bytes[tenant] = self._bytes.get(tenant, 0) + num_bytes
+        if held > self._limit_bytes:
+            self._above.add(tenant)
+        else:
+            self._above.discard(tenant)
+        if not held:
+            del self._bytes[tenant]
 
     def clear(self) -> None:
         """Forget all chunks."""
         self.of.clear()
         self._bytes.clear()
+        self._above.clear()
 
-    def above(self) -> list[tuple[bytes, int]]:
+    def above(self) -> list[tuple[bytes, float]]:
         """Return the tenants above their share and by how many bytes, the furthest first."""
-        limit = self._limit_bytes
-        above = [(name, held - limit) for name, held in self._bytes.items() if held > limit]
+        above = [(tenant, self._bytes[tenant] - self._limit_bytes) for tenant in self._above]
         return sorted(above, key=lambda each: -each[1])
 
     def bytes_of(self, key: bytes) -> int:
@@ -78,20 +92,21 @@ class TenantOrder:
     def __init__(self, normal: Policy, shares: TenantShares) -> None:
         self.normal = normal
         self._shares = shares
-        self._orders: dict[bytes, OrderedDict[bytes, None]] = {}
-        """Tenant → its chunks in the order, the least recently used first."""
+        self._orders: dict[bytes | None, OrderedDict[bytes, None]] = {}
+        """Tenant → its chunks in the order, the least recently used first. None: those of which it
+        is not known whose they are."""
 
     def add(self, keys: Sequence[bytes]) -> None:
         self.normal.add(keys)
         of = self._shares.of
         for key in keys:
-            self._orders.setdefault(of.get(key, b""), OrderedDict())[key] = None
+            self._orders.setdefault(of.get(key), OrderedDict())[key] = None
 
     def touch(self, keys: Sequence[bytes]) -> None:
         self.normal.touch(keys)
         of = self._shares.of
         for key in keys:
-            order = self._orders.get(of.get(key, b""))
+            order = self._orders.get(of.get(key))
             if order is not None and key in order:
                 order.move_to_end(key)
 
@@ -101,7 +116,8 @@ class TenantOrder:
 
     def victims(self, count: int) -> Sequence[bytes]:
         taken: list[bytes] = []
-        for tenant, excess in self._shares.above():
+        # A tenant alone takes room of no other one: the policy knows best what to evict.
+        for tenant, excess in self._shares.above() if len(self._orders) > 1 else ():
             for key in self._orders.get(tenant, ()):
                 if len(taken) == count or excess <= 0:
                     break
@@ -118,7 +134,7 @@ class TenantOrder:
     def _drop(self, keys: Iterable[bytes]) -> None:
         of = self._shares.of
         for key in keys:
-            tenant = of.get(key, b"")
+            tenant = of.get(key)
             order = self._orders[tenant]
             del order[key]
             if not order:

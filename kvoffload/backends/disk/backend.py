@@ -175,7 +175,8 @@ class DiskBackend(ThreadPoolBackend):
         for key in keys:
             check_key(key)
         check_lengths(keys, chunks)
-        index = self._store.index
+        index, names = self._store.index, [name_of(0, key) for key in keys]
+        index.own(zip(names, tenants, strict=False))  # none, where tenants are not told apart
         new = (c.nbytes for k, c in zip(keys, chunks, strict=True) if name_of(0, k) not in index)
         reservation = Reservation(self._store.space, new)
 
@@ -187,7 +188,8 @@ class DiskBackend(ThreadPoolBackend):
             is_quick = self.is_quick(chunks)
             answers = await self.run_each("write", len(keys), store, False, is_quick=is_quick)
         finally:
-            self._store.index.reorder([name_of(0, key) for key in reversed(keys)])
+            index.disown(names)
+            index.reorder(names[::-1])
             self._housekeeper.wake()
             if not reservation.is_used_up:
                 await self._patiently(run_once(reservation.close))

@@ -13,6 +13,7 @@ from kvoffload.backends.changes import ChangedKeys
 from kvoffload.policies.base import Policy
 from kvoffload.policies.kept_order import KeptOrder
 from kvoffload.policies.return_order import ReturnOrder
+from kvoffload.policies.tenant_order import TenantOrder, TenantShares
 from kvoffload.policies.told_return import ToldReturn
 
 Name = bytes
@@ -55,7 +56,17 @@ class Index:
         make_policy: Callable[[int], Policy],
         capacity_bytes: int,
         policy_failed: Callable[[Exception], None],
+        tenants: TenantShares | None = None,
     ) -> None:
+        """Make an empty index.
+
+        Args:
+            make_policy: makes the order, for so many entries.
+            capacity_bytes: of the store.
+            policy_failed: told what the policy raises.
+            tenants: shares of the tenants that :meth:`own` tells; used by this index alone.
+        """
+        self._tenants = tenants
         self._make_policy = make_policy
         self._capacity_bytes = capacity_bytes
         self._policy_failed = policy_failed
@@ -107,6 +118,23 @@ class Index:
     def was_dropped(self, name: Name) -> bool:
         """Return whether a chunk left during the current scan."""
         return self._dropped is not None and name in self._dropped
+
+    def own(self, owned: Iterable[tuple[Name, bytes]]) -> None:
+        """Note the tenants of chunks about to be stored, before room is made for them.
+
+        A chunk without this counts for no tenant.
+        """
+        if (tenants := self._tenants) is not None:
+            with self._lock:
+                for name, tenant in owned:
+                    if name not in self._sizes:
+                        tenants.own((name,), tenant)
+
+    def disown(self, names: Iterable[Name]) -> None:
+        """Take back :meth:`own` for chunks that were not stored."""
+        if (tenants := self._tenants) is not None:
+            with self._lock:
+                tenants.forget(name for name in names if name not in self._sizes)
 
     def add(self, name: Name, allocated_bytes: int) -> None:
         """Add a published chunk as the most recent one, no longer hidden."""
@@ -178,6 +206,7 @@ class Index:
                 except Exception as error:
                     self._policy_failed(error)
                 self._spared.discard(name)
+                self._forget_tenant(name)
             if known:
                 self._note(name)
             return known
@@ -296,6 +325,10 @@ class Index:
         if name.startswith(_OWN):
             self._changes.note(name)
 
+    def _forget_tenant(self, name: Name) -> None:
+        if self._tenants is not None:
+            self._tenants.forget((name,))
+
     def _put_back(self, name: Name) -> None:
         if self._order is not None and name not in self._order:
             self._order.add((name,))
@@ -309,12 +342,17 @@ class Index:
                 # A policy takes its capacity in entries, estimated from the size of the first file.
                 entries = self._capacity_bytes // max(_LEAST_BYTES, allocated_bytes)
                 self._entries = max(1, entries)
-                self._order = KeptOrder(self._make_policy(self._entries), self._spared)
+                policy = self._make_policy(self._entries)
+                if self._tenants is not None:
+                    self._tenants.limit(self._entries)
+                    policy = TenantOrder(policy, self._tenants)
+                self._order = KeptOrder(policy, self._spared)
             # Remove first: a second add would count as a use with some policies.
             if name in self._order:
                 self._order.remove((name,))
             self._order.add((name,))
         except BaseException:
             self._sizes.pop(name, None)
+            self._forget_tenant(name)
             self._note(name)
             raise

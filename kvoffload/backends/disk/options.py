@@ -43,6 +43,9 @@ class DiskOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     """A device counts as dead when every thread waits longer than this: misses at once."""
     quarantine: int = 16
     """Damaged files kept for inspection at most."""
+    tenant_share: float = 1.0
+    """The part of the chunks that one tenant may have while there must be room for more. A tenant
+    above it evicts its own chunks first. Needs ``tenants`` of the engine."""
     ttl_s: float | None = None
     """Seconds from its last use until a chunk expires; by default none expires."""
     small_chunks: str = "files"
@@ -63,6 +66,8 @@ class DiskOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
             threads = getattr(self, field)
             if threads is not None and not 1 <= threads <= MAX_THREADS:
                 raise ConfigError(field, threads, f"must be 1 to {MAX_THREADS}")
+        if not 0 < self.tenant_share <= 1:
+            raise ConfigError("tenant_share", self.tenant_share, "must be above 0, and at most 1")
         if not self.stall_s > 0:
             raise ConfigError("stall_s", self.stall_s, "must be a positive number of seconds")
 

@@ -30,6 +30,7 @@ from kvoffload.backends.disk.vfs import Vfs
 from kvoffload.backends.header import MAX_KEY_BYTES, NOT_DAMAGED, namespace_digest
 from kvoffload.backends.log_rate import Throttle
 from kvoffload.errors import ConfigError
+from kvoffload.policies.tenant_order import TenantShares
 from kvoffload.registry import POLICIES, load
 
 log = logging.getLogger(__name__)
@@ -78,7 +79,9 @@ class DiskStore:
         self.files = Files(vfs, chunks, self._digest, self.path_of, self._temporary)
         self.slots = Slots(vfs, chunks, self._digest, self)
         self._has_slots = options.small_chunks == "segments" and can_free(vfs, self.path, scratch)
-        self.index = Index(make_policy, self.root.limits.capacity_bytes, self._policy_failed)
+        tenants = TenantShares(options.tenant_share) if options.tenant_share < 1 else None
+        capacity_bytes = self.root.limits.capacity_bytes
+        self.index = Index(make_policy, capacity_bytes, self._policy_failed, tenants)
         self.uses = UseTimes(self.root.limits.ttl_s, self.index.note)
         self.space = Space(
             self.root, self.index, self.count, self.used_ns, self.discard, self.take_over
