@@ -7,6 +7,7 @@ import pytest
 from disk_parts import SIZE, open_disk, write
 
 from kvoffload.backends.disk.inspector import DiskInspector
+from kvoffload.backends.encryption import CipherSeal
 from kvoffload.backends.header import namespace_digest
 from kvoffload.testing.backends import keys_of, slots
 
@@ -41,11 +42,14 @@ DAMAGES = {
 }
 
 
+@pytest.mark.parametrize("seal", [None, CipherSeal([b"0123456789abcdef" * 4])], ids=str)
 @pytest.mark.parametrize("name", DAMAGES)
-async def test_verify_and_a_load_give_the_same_reason(tmp_path, name):
+async def test_verify_and_a_load_give_the_same_reason(tmp_path, name, seal):
     damage, reason = DAMAGES[name]
     key, other = keys_of(2)
     elsewhere, backend = open_disk(tmp_path, "another"), open_disk(tmp_path, "own")
+    for each in (elsewhere, backend) if seal else ():
+        each.encrypt_with(seal)
     assert await write(elsewhere, [key]) == [True]
     assert await write(backend, [key, other]) == [True] * 2
     (far,) = tmp_path.glob(f"{namespace_digest('another').hex()}/??/{key.hex()}")
@@ -54,7 +58,7 @@ async def test_verify_and_a_load_give_the_same_reason(tmp_path, name):
     damage(own, near, far)
     inspector = DiskInspector(str(tmp_path))
     (found,) = [chunk for chunk in inspector.chunks() if chunk.path == str(own)]
-    assert inspector.verify(found, memoryview(bytearray(8192)))[0] == reason
+    assert inspector.verify(found, memoryview(bytearray(8192)), seal)[0] == reason
     inspector.close()
     assert await backend.read([key], slots(1, SIZE)) == [False]
     assert backend.counters()[reason] == 1

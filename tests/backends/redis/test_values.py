@@ -42,6 +42,12 @@ async def test_reading_and_storing_again_prolong_a_chunks_life(empty):
     await backend.close()
 
 
+@pytest.fixture(params=["plain", "encrypted"])
+def sealed(request, encryption):
+    """The setting of a tier whose values are plain, or encrypted."""
+    return {"encryption": encryption} if request.param == "encrypted" else {}
+
+
 def set_to(server, name, value):
     """Replace a chunk by another value, around the backend."""
     import redis
@@ -70,8 +76,10 @@ def tamper(server, change):
         ("payload", lambda v: v[:300] + bytes(len(v) - 300)),
     ],
 )
-async def test_a_damaged_value_is_a_miss_is_removed_and_can_be_stored_again(empty, what, change):
-    backend = open_backend("redis", {"url": empty.url, **PATIENT}, "n")
+async def test_a_damaged_value_is_a_miss_is_removed_and_can_be_stored_again(
+    empty, what, change, sealed
+):
+    backend = open_backend("redis", {"url": empty.url, **PATIENT, **sealed}, "n")
     keys = keys_of(1)
     await backend.write(keys, filled(keys))
     tamper(empty, change)
@@ -84,8 +92,8 @@ async def test_a_damaged_value_is_a_miss_is_removed_and_can_be_stored_again(empt
     await backend.close()
 
 
-async def test_a_value_under_another_key_is_a_miss(empty):
-    backend = open_backend("redis", {"url": empty.url, **PATIENT}, "n")
+async def test_a_value_under_another_key_is_a_miss(empty, sealed):
+    backend = open_backend("redis", {"url": empty.url, **PATIENT, **sealed}, "n")
     a, b = keys_of(2)
     await backend.write([a], filled([a]))
     (name,) = empty.cli("keys", "*").splitlines()
