@@ -7,6 +7,7 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence, Set
 from typing import Any, TypeVar
 
 from kvoffload.backends.base import Answers, ReadsEach, reason_of
+from kvoffload.backends.blocking_pool import undisturbed
 from kvoffload.io.open_stores import OpenStore, text_of, write_for
 from kvoffload.io.protocol import Answered, Arrived, Load, Store, ToClient
 
@@ -79,8 +80,8 @@ class ChunkJobs:
     ) -> None:
         """Wait until nothing touches a job's slots any more; then answer it."""
         calls = self._calls[order.job]
-        if calls:
-            await asyncio.wait(calls)
+        for call in calls:  # also when the loop ends, and cancels all its tasks
+            await undisturbed(call)
         del self._calls[order.job]
         self._arrivals.pop(order.job, None)
         reasons = ["cancelled" if call.cancelled() else call.result() for call in calls]

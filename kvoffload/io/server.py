@@ -389,9 +389,13 @@ class Session:
             self._writer.transport.abort()
 
     async def settled(self) -> None:
-        """Wait until nothing touches the engine's memory any more, however long that takes."""
+        """Wait until nothing touches the engine's memory any more, however long that takes.
+
+        A cancellation, as at the end of the loop, changes nothing: a call that hangs goes on.
+        """
         while self._tasks:
-            await asyncio.wait(self._tasks)
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.wait(self._tasks)
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> "asyncio.Task[None]":
         task = self.loop.create_task(work)

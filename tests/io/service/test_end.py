@@ -1,0 +1,75 @@
+"""A server ends while a store's call hangs: slots are free once no call can write there."""
+
+import asyncio
+import threading
+
+from kvoffload.io import server
+from kvoffload.io.attached import AttachedServer
+from kvoffload.io.protocol import Answered, Load, MessageReader, Store, frame
+from kvoffload.io.service import service, shared_stores
+from kvoffload.io.service.host_memory import HostMemory
+from kvoffload.io.service.listener import Listener
+from kvoffload.io.service.settings import read_serve_config
+from kvoffload.transfer.slab import create_shared_memory
+from tests.support.host_server import key_of
+from tests.support.io_rig import opening
+
+SLOT = 4096
+KEYS = [key_of(0)]
+
+
+def started_in_a_thread(path, is_started):
+    """Start a server in this process; return its thread, and what tells it to end."""
+    settings, listener, told = (
+        read_serve_config({"socket": path, "memory": "1MiB"}),
+        Listener(path),
+        [],
+    )
+
+    def started(_):
+        told.append((asyncio.get_running_loop(), asyncio.current_task()))
+        is_started.set()
+
+    def run():
+        service.run_service(settings, listener.sock, started)
+        listener.close()
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    assert is_started.wait(20)
+    ((loop, task),) = told
+    return thread, lambda: loop.call_soon_threadsafe(task.cancel)
+
+
+def test_slots_are_free_only_once_a_call_that_hangs_as_the_server_ends_has_returned(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr(server, "END_S", 0.05)
+    monkeypatch.setattr(service, "CLOSE_S", 0.1)
+    monkeypatch.setattr(shared_stores, "CLOSE_S", 0.1)
+    is_reading, may_read, read = threading.Event(), threading.Event(), HostMemory.read
+
+    def hanging(memory, *args):
+        is_reading.set()
+        assert may_read.wait(60)
+        return read(memory, *args)
+
+    monkeypatch.setattr(HostMemory, "read", hanging)
+    thread, end = started_in_a_thread(str(tmp_path / "s"), threading.Event())
+    attached = AttachedServer(str(tmp_path / "s"), create_shared_memory(2 * SLOT))
+    attached.sock.settimeout(20)
+    opened = opening([("serve", "serve", {})], SLOT)
+    attached.sock.sendall(frame(opened) + frame(Store(1, "serve", KEYS, [0], SLOT)))
+    reader, answers = MessageReader(to_server=False), []
+    while not answers:
+        answers += [m for m in reader.feed(attached.sock.recv(1 << 16)) if isinstance(m, Answered)]
+    assert answers[0].ok == b"\1"
+    attached.sock.sendall(frame(Load(2, "serve", KEYS, [1], SLOT)))
+    assert is_reading.wait(20)
+    end()
+    assert not attached.wait(1.0), "a call may yet write into the slot"
+    may_read.set()
+    assert attached.wait(20)
+    thread.join(20)
+    assert not thread.is_alive()
+    attached.sock.close()
