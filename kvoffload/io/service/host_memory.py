@@ -95,10 +95,14 @@ class HostMemory:
             number = self._numbers.setdefault(namespace, len(self._numbers))
         return number.to_bytes(_NUMBER, "big")
 
-    def list_to(self, number: bytes, reader: Reader) -> None:
-        """List the keys of a namespace to its one reader, and tell it of changes from now on."""
+    def begin_reading(self, number: bytes, reader: Reader) -> None:
+        """Tell a namespace's one reader of changes from now on."""
         with self._lock:
             self._readers[number] = reader
+
+    def list_to(self, number: bytes, reader: Reader) -> None:
+        """List the keys of a namespace to its reader."""
+        with self._lock:
             reader.listed(list(self._tables.get(number, ())))
 
     def end_reading(self, number: bytes, reader: Reader) -> None:

@@ -31,7 +31,7 @@ class HostStore(ThreadedBackend, LocalIndex, Spares):
         self._changes = ChangedKeys()
         self._removals: deque[Removal] = deque(maxlen=_MAX_REMOVALS)
         self._is_complete = False
-        memory.list_to(self._number, self)
+        memory.begin_reading(self._number, self)
 
     # ---- one chunk ----
 
@@ -76,7 +76,8 @@ class HostStore(ThreadedBackend, LocalIndex, Spares):
         return answers
 
     async def closing(self) -> None:
-        self._memory.list_to(self._number, self)  # none of them can be read any more
+        if self._changes.is_read:  # none of them can be read any more
+            self._memory.list_to(self._number, self)
         self._memory.end_reading(self._number, self)
 
     async def purge(self, namespaces: Sequence[str]) -> int:
@@ -104,6 +105,8 @@ class HostStore(ThreadedBackend, LocalIndex, Spares):
             self.delete(key)
 
     def take_changes(self, limit: int) -> list[tuple[bytes, bool]]:
+        if not self._changes.is_read:  # above a store without an index, nobody asks
+            self._memory.list_to(self._number, self)
         keys = self._changes.take(limit)
         self._is_complete = self._is_complete or not self._changes
         return [(key, self.holds(key)) for key in keys]

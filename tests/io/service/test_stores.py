@@ -1,5 +1,7 @@
 """The server's memory and its layers, as backends: the suite of every store, and their own."""
 
+from types import SimpleNamespace
+
 import pytest
 
 from kvoffload import open_backend
@@ -18,6 +20,11 @@ def new_memory(chunks=64, size=CHUNK_BYTES, policy=LRUPolicy):
 def damage(memory, store, key):
     (start, _), *_ = memory._find(store._number + key).runs
     memory._map[start * BLOCK + 100] ^= 1
+
+
+def without_index(store):
+    verbs = ("contains", "read", "write", "remove", "close")
+    return SimpleNamespace(**{verb: getattr(store, verb) for verb in verbs})
 
 
 class TestHostMemory(PersistentBackendSuite):
@@ -142,4 +149,16 @@ async def test_a_load_from_the_disk_is_in_memory_the_next_time(tmp_path):
     assert await store.read([cold], slots(1)) == [True]
     assert host.counters()["corrupt_payload"] == 1
     assert await host.read([cold], slots(1)) == [True]
+    await store.close()
+
+
+async def test_above_a_store_without_an_index_the_memory_keeps_no_list_of_changes():
+    memory, keys = new_memory(2), keys_of(40)
+    host = HostStore(memory, "n")
+    store = layered({"memory": host, "asked": without_index(open_backend("memory", {}, "n"))})
+    for key in keys:
+        await written(store, [key])
+    assert await store.contains(keys) == [True] * len(keys)
+    assert len(host._changes) == 0
+    assert dict(host.take_changes(100)) == dict.fromkeys(keys[-2:], True), "who asks learns all"
     await store.close()
