@@ -91,6 +91,8 @@ class Segment:
         """Slots to use next, if it is an own one: the last first."""
         self.stuck: dict[int, int] = {}
         """Own slots to be freed, with the bytes that the quota counts of each."""
+        self.leaving: dict[int, float] = {}
+        """Own slots that other processes are freeing, with when this one learnt of each."""
         self.is_tidy = False
         """Whether a clean-up has seen the table as it is known."""
         self.unwritten_bytes = 0
@@ -165,6 +167,26 @@ class Segment:
     def _write(self, data: bytes, offset: int) -> None:
         if self.vfs.pwritev(self._table_fd, [data], offset) != len(data):
             raise OSError(5, "short write", self.stem + TABLE)
+
+    def note_change(self, slot: int, before: bytes, now: bytes) -> None:
+        """Note what another process changed in an own segment.
+
+        Until it says that a slot is free, it may be about to free the blocks. A chunk that was
+        stored there meanwhile would be lost.
+        """
+        if key_in(now) is not None:
+            return
+        if key_in(before) is not None and slot not in self.stuck:
+            self.leaving[slot] = time.monotonic()
+        if not now[_LENGTH_AT] and self.leaving.pop(slot, None) is not None:
+            self.free.append(slot)
+
+    def take_abandoned(self, after_s: float) -> None:
+        """Count slots as stuck that a process did not free in this time: it is dead."""
+        for slot, since in list(self.leaving.items()):
+            if time.monotonic() - since > after_s:
+                del self.leaving[slot]
+                self.stuck.setdefault(slot, 0)
 
     # ---- all slots -------------------------------------------------------------------------
 

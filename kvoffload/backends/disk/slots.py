@@ -44,6 +44,8 @@ MOST_CHUNK_BYTES = 256 << 10
 _MOST_SIZES = 16
 """So many sizes of slots a process has at most: each has an open segment."""
 _MOST_SEGMENTS = 1 << 16
+_ABANDONED_S = 60.0
+"""Longer than any living process takes to free a slot."""
 _REST = 10
 """Between two searches on behalf of unknown keys: so many times the length of one."""
 
@@ -332,6 +334,7 @@ class Slots:
             self._damaged.discard(stem)
         for i, segment in self._known():
             with contextlib.suppress(OSError), self._lock:  # the next clean-up tries again
+                segment.take_abandoned(_ABANDONED_S)
                 for slot in list(segment.stuck):
                     self.free(segment, slot)
                     released += segment.stuck.pop(slot)
@@ -429,14 +432,18 @@ class Slots:
             raise _gone(name)
 
     def _forget(self, name: Name, place: Place) -> None:
-        """Forget a chunk that another process removed; the next clean-up frees an own slot."""
+        """Forget a chunk that is gone.
+
+        What another process removed, it frees. What is lost though the table has it, the next
+        clean-up frees, of an own segment.
+        """
         with self._lock:
             if self._places.get(name) == place:
                 del self._places[name]
-                segment, slot = self._at(place)
-                # Unless its table has it, the slot is that of another chunk by now.
-                if segment.is_own and key_in(segment.known(slot)) == name[2:]:
-                    segment.stuck.setdefault(slot, 0)
+                with contextlib.suppress(OSError):
+                    segment, slot = self._at(place)
+                    if segment.is_own and key_in(segment.entry(slot)) == name[2:]:
+                        segment.stuck.setdefault(slot, 0)
 
     def _own_segment(self, slot_bytes: int) -> int:
         """Return the number of the segment to store in: a dead process's, or a new one."""
@@ -477,8 +484,8 @@ class Slots:
                 if old is not None and old != new and self._places.get(prefix + old) == place:
                     del self._places[prefix + old]
                     vanished.append(prefix + old)
-                    if segment.is_own:
-                        segment.free.append(slot)
+                if segment.is_own:
+                    segment.note_change(slot, before, now)
                 if new is not None:
                     if self._is_newest(prefix + new, now):
                         self._places[prefix + new] = place

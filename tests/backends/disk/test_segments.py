@@ -10,12 +10,13 @@ from disk_parts import ON_DISK, SIZE, allocated, chunk_bytes, flip_chunk, open_d
 from kvoffload.backends.admin import Check, Garbage
 from kvoffload.backends.base import ReadResult
 from kvoffload.backends.disk import admin
+from kvoffload.backends.disk.index import name_of
 from kvoffload.backends.disk.inspector import DiskInspector
 from kvoffload.backends.disk.paths import QUARANTINE
 from kvoffload.config import ByteSize
 from kvoffload.testing import payload_of
 from kvoffload.testing.backends import filled, keys_of, slots
-from tests.support.vfs import FailingVfs, kind_of
+from tests.support.vfs import FailingVfs, HookedVfs, kind_of
 
 STATE_AT = 16
 """In an entry of 64 bytes; the first entry is behind a head of 64."""
@@ -300,3 +301,60 @@ async def test_a_removed_root_is_an_empty_root(tmp_path):
     assert len(tables(tmp_path / "kv")) == 1
     assert await check(backend, keys) == [True] * 3
     await backend.close()
+
+
+class Beside(HookedVfs):
+    """Does something once, before the next call that frees the blocks of a slot."""
+
+    act = None
+
+    def around(self, call, path, perform):
+        if call == "punch" and self.act is not None:
+            act, self.act = self.act, None
+            act()
+        return super().around(call, path, perform)
+
+
+async def test_a_slot_that_another_process_is_freeing_is_not_used_yet(tmp_path):
+    vfs = Beside()
+    evicting, other = open_segments(tmp_path, vfs=vfs), open_segments(tmp_path)
+    old, (new, later) = keys_of(3), keys_of(2, "new")
+
+    def store_meanwhile():
+        other._store.slots.refresh(0)
+        assert other.store(new, *filled([new], SIZE))
+
+    assert await write(other, old) == [True] * 3
+    evicting._store.slots.refresh(0)
+    vfs.act = store_meanwhile
+    await evicting.remove(old[1:2])
+    assert vfs.act is None
+    assert await check(other, [*old, new]) == [True, False, True, True]
+    other._store.slots.refresh(0)
+    assert await write(other, [later]) == [True]  # in the slot that is free now
+    assert slot_blocks(tmp_path) == chunk_bytes(tmp_path) == 4 * ON_DISK
+    assert tables(tmp_path)[0].stat().st_size == 64 + 4 * 64
+    for backend in (other, evicting):
+        await backend.close()
+
+
+async def test_a_slot_that_a_process_died_freeing_is_used_again(tmp_path, monkeypatch):
+    vfs = Beside()
+    evicting, other = open_segments(tmp_path, vfs=vfs), open_segments(tmp_path)
+    one, two = keys_of(2)
+
+    def die():
+        raise KeyboardInterrupt
+
+    assert await write(other, [one]) == [True]
+    evicting._store.slots.refresh(0)
+    segment, slot, _ = evicting._store.slots._find(name_of(0, one))
+    vfs.act = die
+    with pytest.raises(KeyboardInterrupt):
+        evicting._store.slots.free(segment, slot)
+    monkeypatch.setattr("kvoffload.backends.disk.slots._ABANDONED_S", 0)
+    assert await until(lambda: chunk_bytes(tmp_path) == 0)
+    assert await write(other, [two]) == [True]
+    assert tables(tmp_path)[0].stat().st_size == 64 + 64
+    for backend in (other, evicting):
+        await backend.close()
