@@ -105,7 +105,7 @@ class HostStore(ThreadedBackend, LocalIndex, Spares):
             self.delete(key)
 
     def take_changes(self, limit: int) -> list[tuple[bytes, bool]]:
-        if not self._changes.is_read:  # above a store without an index, nobody asks
+        if not self._changes.is_read:  # above a store without an index, they are not asked for
             self._memory.list_to(self._number, self)
         keys = self._changes.take(limit)
         self._is_complete = self._is_complete or not self._changes
