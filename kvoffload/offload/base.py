@@ -294,7 +294,6 @@ class Manager(Protocol):
         self,
         list_keys: Callable[[], Sequence[OffloadKey]],
         req_context: ReqContext,
-        tenant: str = "",
     ) -> None:
         """Keep in host memory what a request that waits will need, until it is admitted or ends.
 
@@ -305,7 +304,7 @@ class Manager(Protocol):
             list_keys: lists its chunks, head to tail; a :meth:`serve_queue` calls it, if the
                 request waits until then. The caller may add to the list, and change nothing else.
             req_context: of the request; :meth:`request_admitted` or :meth:`retire` names it again.
-            tenant: whose request it is: tenants share what is kept.
+                Tenants share what is kept.
         """
 
     @abstractmethod

@@ -49,12 +49,12 @@ class ComingSessions:
         self._counts = figures.counter(RETURN_CHUNKS, "told", "kept", "lost", "overdue")
         self.times: list[tuple[float, int, bytes]] = []
         """A heap: when something is to be done for the session with this number and name."""
-        self._sessions: dict[bytes, tuple[int, float, Sequence[OffloadKey], str]] = {}
+        self._sessions: dict[bytes, tuple[int, float, Sequence[OffloadKey], bytes]] = {}
         """By name: a number, the time of the return, the chunks, and the tenant."""
         self._num_chunks = 0
         self._number = 0
 
-    def expect(self, name: bytes, keys: Sequence[OffloadKey], in_s: float, tenant: str) -> None:
+    def expect(self, name: bytes, keys: Sequence[OffloadKey], in_s: float, tenant: bytes) -> None:
         """Await a session of a tenant; what was said of it before is void."""
         self.forget(name)
         if in_s > FURTHEST_S or len(self._sessions) >= MOST_SESSIONS:
@@ -104,14 +104,15 @@ class ComingSessions:
         now_s = self._host.now_s()
         while self.times and self.times[0][0] <= now_s:
             _, number, name = heappop(self.times)
-            known, due_s, keys, tenant = self._sessions.get(name, (0, 0.0, (), ""))
+            known, due_s, keys, tenant = self._sessions.get(name, (0, 0.0, (), b""))
             if known != number:
                 continue  # it has begun, or said something else
             if now_s >= due_s + LATE_S:
                 self._counts["overdue"] += len(keys)
                 self.forget(name)
                 continue
-            self._queue.add(partial(tuple, keys), ReqContext(_request_id(number)), tenant)
+            context = ReqContext(_request_id(number), tenant=tenant)
+            self._queue.add(partial(tuple, keys), context)
             heappush(self.times, (due_s + LATE_S, number, name))
 
     def clear(self) -> None:

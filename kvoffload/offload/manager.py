@@ -471,11 +471,8 @@ class TieredOffloadingManager(OffloadingManager):
         self,
         list_keys: Callable[[], Sequence[OffloadKey]],
         req_context: ReqContext,
-        tenant: str = "",
     ) -> None:
-        self.waiting.add(list_keys, req_context, tenant)
-        if req_context.kv_transfer_params:
-            self.returns.queued(self.hints(req_context), req_context.req_id, tenant)
+        self.waiting.add(list_keys, req_context)
 
     def request_admitted(self, req_context: ReqContext) -> None:
         if self.waiting.requests:
@@ -506,7 +503,7 @@ class TieredOffloadingManager(OffloadingManager):
             self.promises.forget(req_context.req_id)
         self._retirement.retire(keys)
         if hints is not NO_HINTS or self.returns.are_told:
-            self.returns.ended(keys, hints, request_id(req_context))
+            self.returns.ended(keys, hints, request_id(req_context), tenant_of(req_context))
 
     # ---- self-check ----
 

@@ -34,20 +34,11 @@ class Returns:
         self._found: OrderedDict[str, int] = OrderedDict()
         self._came: OrderedDict[str, list[OffloadKey]] = OrderedDict()
         """Request → what its session had told, of requests that returned."""
-        self._tenants: OrderedDict[str, str] = OrderedDict()
-        """Request → whose it is, of those that say when their session returns."""
         self.is_telling = False
         """Whether there are stores to tell."""
         self.to_tell: deque[ToldReturn] = deque()
         """What stores are to be told."""
         self._num_to_tell = 0
-
-    def queued(self, hints: Hints, req_id: str, tenant: str) -> None:
-        """Note whose a request is: its session will queue as a request of that tenant."""
-        if tenant and hints.returns_s is not None:
-            self._tenants[req_id] = tenant
-            if len(self._tenants) > REMEMBERED_REQUESTS:
-                self._tenants.popitem(last=False)
 
     def began(self, keys: Sequence[OffloadKey], hints: Hints, req_id: str) -> None:
         """Note a request before its chunks count as used, head first."""
@@ -75,11 +66,13 @@ class Returns:
         awaited = self._coming.told(_name(hints, keys), keys)
         return {*self._came.get(req_id, ()), *(key for told in awaited.values() for key in told)}
 
-    def ended(self, keys: Sequence[OffloadKey], hints: Hints, req_id: str) -> None:
-        """Let the request's chunks be ordered by what it says of its session's return."""
+    def ended(self, keys: Sequence[OffloadKey], hints: Hints, req_id: str, tenant: bytes) -> None:
+        """Let the request's chunks be ordered by what it says of its session's return.
+
+        The session will queue as a request of the tenant.
+        """
         found = self._found.pop(req_id, 0)
         self._came.pop(req_id, None)
-        tenant = self._tenants.pop(req_id, "")
         if not keys or not (self.are_told or hints.returns_s is not None):
             return
         self.are_told = True
@@ -111,7 +104,6 @@ class Returns:
         """Tell stores nothing of what host memory has forgotten."""
         self._found.clear()
         self._came.clear()
-        self._tenants.clear()
         self.take_told()
 
 

@@ -38,7 +38,7 @@ MAX_REQUESTS = 1 << 16
 class Tenant:
     """The queued requests of one tenant."""
 
-    name: str
+    name: bytes
     num_requests: int = 0
     held_bytes: int = 0
     """Of the chunks whose first claim was its."""
@@ -101,7 +101,7 @@ class WaitingQueue:
         """Those whose chunks are not listed yet."""
         self.needed = NeededChunks()
         """What stores are told of the queue."""
-        self._tenants: dict[str, Tenant] = {}
+        self._tenants: dict[bytes, Tenant] = {}
         self._too_large: Tenant | None = None
         """The tenant that may have claims beyond its limit, as it was alone before."""
         # Numbers of requests, the first of the queue first: with claims; to be looked at again.
@@ -124,26 +124,23 @@ class WaitingQueue:
 
     # ---- a request's way ----
 
-    def add(
-        self, list_keys: Callable[[], Sequence[OffloadKey]], context: ReqContext, tenant: str
-    ) -> None:
+    def add(self, list_keys: Callable[[], Sequence[OffloadKey]], context: ReqContext) -> None:
         """Put a request at the end of the queue; one of its name leaves it.
 
         Args:
             list_keys: lists its chunks, head to tail; called by the next :meth:`serve`, or a later
                 one, if the request waits until then. The caller may add to the list, and change
                 nothing else.
-            context: of the request.
-            tenant: whose request it is.
+            context: of the request, with its tenant.
         """
         if context.req_id in self._number_of:
             self.leave(context.req_id)
         if not self._share_bytes or len(self.requests) >= MAX_REQUESTS:
             return
-        if (owner := self._tenants.get(tenant)) is None:
+        if (owner := self._tenants.get(context.tenant)) is None:
             if len(self._tenants) == 1:
                 (self._too_large,) = self._tenants.values()
-            owner = self._tenants[tenant] = Tenant(tenant)
+            owner = self._tenants[context.tenant] = Tenant(context.tenant)
         owner.num_requests += 1
         number = next(self._numbers)
         request = QueuedRequest(number, context, owner, list_keys)

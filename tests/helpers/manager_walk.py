@@ -5,6 +5,8 @@ it, or an evicted chunk under a load, shows as a wrong content. What lookups mus
 from what was done, the events and the tiers, never from the manager's own tables.
 """
 
+from dataclasses import replace
+
 from manager_truth import (
     GARBAGE,
     KEYS,
@@ -22,6 +24,7 @@ from kvoffload.offload.base import (
     EarlyRead,
     StagedLoadStoreSpec,
     get_offload_group_idx,
+    tenant_id,
 )
 from kvoffload.offload.extents import ExtentCache
 from kvoffload.offload.geometry import HostGeometry
@@ -222,8 +225,8 @@ class Walk(ManagerTruth):
     # What an engine's queue does
 
     def queue(self, prompt, tenant, hint=None):
-        context = self.context(hint)
-        self.manager.request_queued(lambda: KEYS[prompt], context, tenant)
+        context = replace(self.context(hint), tenant=tenant_id(tenant))
+        self.manager.request_queued(lambda: KEYS[prompt], context)
         self.queued.append((prompt, context))
 
     def serve_queue(self):

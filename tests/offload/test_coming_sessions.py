@@ -111,11 +111,21 @@ def test_without_a_share_for_the_queue_nothing_is_read(clock):
     assert reads(manager, clock, 110) == []
 
 
+def test_chunks_that_are_read_for_an_awaited_session_are_its_tenant_s(clock):
+    chunks = keys("p", 12)
+    manager = manager_of(chunks, tenant_share=0.5)
+    context = ReqContext("r", {"kvoffload": {"returns_in_s": 3}}, tenant=b"a")
+    manager.touch(chunks, context)
+    manager.retire(chunks, context)
+    assert reads(manager, clock, 110)
+    assert manager._host.tenants_of(chunks) == [b"a"] * 12
+
+
 def test_any_number_of_sessions_takes_bounded_memory():
     coming = manager_of([]).coming
     chunks = keys("p", 100)
     for i in range(20_000):
-        coming.expect(b"%d" % (i % 5000), chunks, 3600.0, "")
+        coming.expect(b"%d" % (i % 5000), chunks, 3600.0, b"")
     assert len(coming._sessions) == coming_sessions.MOST_CHUNKS // 100
     assert len(coming.times) <= 2 * len(coming._sessions) + 65
 
@@ -135,7 +145,7 @@ def test_a_million_sessions_take_32_mib_at_most_with_all_that_is_noted_of_them(m
         for i in range(12_000):
             (key,) = keys(f"session {i}".ljust(8), 1)
             hints = Hints(session=f"session {i}", returns_in_s=float(i % 3600))
-            manager.returns.ended([key], hints, f"request {i}")
+            manager.returns.ended([key], hints, f"request {i}", b"")
             if i % 1000 == 999:
                 sizes.append(tracemalloc.get_traced_memory()[0])
     finally:
@@ -165,7 +175,7 @@ def test_a_clock_that_jumps_loses_no_session_and_no_slot(clock, jump_s):
 def test_a_session_that_returns_in_years_leaves_room_for_others(clock):
     chunks = keys("p", 12)
     manager = manager_of(chunks)
-    manager.coming.expect(b"far", keys("far", coming_sessions.MOST_CHUNKS), 1.7e9, "")
+    manager.coming.expect(b"far", keys("far", coming_sessions.MOST_CHUNKS), 1.7e9, b"")
     request(manager, "1", chunks, returns_in_s=3)
     assert reads(manager, clock, 103) == [*chunks]
 
@@ -202,14 +212,14 @@ def test_sessions_that_are_awaited_count_as_their_tenant_s(clock):
     for name in ("s1", "s2", "other"):
         put(manager, keys(name, 12))
     for name in ("s1", "s2"):
-        context = ReqContext(name, {"kvoffload": {"returns_in_s": 3, "session": name}})
-        manager.request_queued(lambda name=name: keys(name, 12), context, "greedy")
+        told = {"kvoffload": {"returns_in_s": 3, "session": name}}
+        context = ReqContext(name, told, tenant=b"greedy")
+        manager.request_queued(lambda name=name: keys(name, 12), context)
         manager.touch(keys(name, 12), context)
         manager.request_admitted(context)
         manager.retire(keys(name, 12), context)
-    manager.request_queued(lambda: keys("other", 12), ReqContext("other"), "")
+    manager.request_queued(lambda: keys("other", 12), ReqContext("other"))
     reads(manager, clock, 103)
     claims = manager._host.claims
     assert sum(map(claims.__contains__, keys("other", 12))) == 12
     assert sum(key in claims for name in ("s1", "s2") for key in keys(name, 12)) == 20
-    assert not manager.returns._tenants

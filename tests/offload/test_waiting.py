@@ -10,7 +10,7 @@ from manager_parts import Store, figures, keys
 from kvoffload import registry
 from kvoffload.errors import UsageError
 from kvoffload.offload import needed_chunks
-from kvoffload.offload.base import ReqContext
+from kvoffload.offload.base import ReqContext, tenant_id
 from kvoffload.offload.host_cache import HostCache
 from kvoffload.offload.manager import Tier, TieredOffloadingManager
 from kvoffload.policies.handicap import HandicapPolicy
@@ -41,7 +41,7 @@ def put(manager, chunks, name="writer"):
 
 
 def queue(manager, name, chunks, tenant=""):
-    manager.request_queued(lambda: chunks, ReqContext(name), tenant)
+    manager.request_queued(lambda: chunks, ReqContext(name, tenant=tenant_id(tenant)))
     manager.serve_queue()
 
 
@@ -313,8 +313,9 @@ def test_requests_that_never_finish_leave_each_running_request_its_slots(policy)
     manager = new_manager(policy, slots=64)
     for i in range(300):
         chunks = keys(f"{i}", 8)
-        context = ReqContext(f"r{i}", {"kvoffload": {"session": f"{i}", "returns_in_s": 1}})
-        manager.request_queued(lambda chunks=chunks: chunks, context, f"{i % 3}")
+        told = {"kvoffload": {"session": f"{i}", "returns_in_s": 1}}
+        context = ReqContext(f"r{i}", told, tenant=b"%d" % (i % 3))
+        manager.request_queued(lambda chunks=chunks: chunks, context)
         manager.serve_queue()
         running = keys(f"running {i}", 20)
         manager.touch(running, ReqContext(f"running {i}", context.kv_transfer_params))

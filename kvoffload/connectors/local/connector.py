@@ -150,9 +150,8 @@ class LocalConnector:
         """
         state = self._state(request)
         if self._manager.hints(state.context).max_load_tokens != 0:
-            tenant = str(getattr(request, "cache_salt", None) or "")
             list_keys = partial(self._keys_to_load, request, state)
-            self._manager.request_queued(list_keys, state.context, tenant)
+            self._manager.request_queued(list_keys, state.context)
 
     def _keys_to_load(self, request: OffloadRequest, state: RequestState) -> Sequence[OffloadKey]:
         """List the chunks that a load of all of a prompt reads, head to tail."""

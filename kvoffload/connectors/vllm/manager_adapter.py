@@ -81,10 +81,8 @@ class ManagerAdapter(VllmManager):  # type: ignore[misc]  # untyped base
         """The same, where none of its chunks found room; they are counted as refused."""
         self._kept_out: set[str] = set()
         self._tenants: dict[str, bytes] = {}
-        self._came_before: dict[
-            str, tuple[VllmContext, Callable[[], Sequence[OffloadKey]], str]
-        ] = {}
-        """Requests that queue until there is a manager, with their chunks and tenants."""
+        self._came_before: dict[str, tuple[VllmContext, Callable[[], Sequence[OffloadKey]]]] = {}
+        """Requests that queue until there is a manager, with their chunks."""
         self._refused_wishes: set[str] = set()
 
     def attach(self, manager: Manager, num_slots: int) -> None:
@@ -96,8 +94,8 @@ class ManagerAdapter(VllmManager):  # type: ignore[misc]  # untyped base
         self._uses = UseCounter(manager)
         self._num_slots = num_slots
         came_before, self._came_before = self._came_before, {}
-        for req_context, list_keys, tenant in came_before.values():
-            manager.request_queued(list_keys, self._context(req_context), tenant)
+        for req_context, list_keys in came_before.values():
+            manager.request_queued(list_keys, self._context(req_context))
 
     def keep_out(self, req_id: str) -> None:
         """Load nothing for a request and store nothing of it, until it ends."""
@@ -200,15 +198,15 @@ class ManagerAdapter(VllmManager):  # type: ignore[misc]  # untyped base
     # ---- the queue ----
 
     def request_queued(
-        self, list_keys: Callable[[], Sequence[OffloadKey]], req_context: VllmContext, tenant: str
+        self, list_keys: Callable[[], Sequence[OffloadKey]], req_context: VllmContext
     ) -> None:
         """Keep what a request that waits will load; see :meth:`Manager.request_queued`."""
         if req_context.req_id in self._kept_out:
             return
         if self.manager is None:
-            self._came_before[req_context.req_id] = req_context, list_keys, tenant
+            self._came_before[req_context.req_id] = req_context, list_keys
         else:
-            self.manager.request_queued(list_keys, self._context(req_context), tenant)
+            self.manager.request_queued(list_keys, self._context(req_context))
 
     def request_admitted(self, req_id: str) -> None:
         """Note that a request runs; call it after its load has begun."""
@@ -284,13 +282,14 @@ class ManagerAdapter(VllmManager):  # type: ignore[misc]  # untyped base
 
     def on_request_finished(self, req_context: VllmContext) -> None:
         """Let the tail of a request's chunks leave before their head; does not count as a use."""
+        context = self._context(req_context)
         self._tenants.pop(req_context.req_id, None)
         self._kept_out.discard(req_context.req_id)  # it did not count: it neither loads nor stores
         if self._uses is None:
             self._came_before.pop(req_context.req_id, None)
             return
         named = req_context.get_state(_Named) or _Named()
-        self._uses.end(self._context(req_context), lambda: self._in_order(named.keys, req_context))
+        self._uses.end(context, lambda: self._in_order(named.keys, req_context))
 
     def drop_events(self) -> None:
         """Forget the events: vLLM publishes none, and a message a chunk takes long to make."""

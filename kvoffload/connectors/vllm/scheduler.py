@@ -142,7 +142,7 @@ class KVOffloadScheduler(OffloadingConnectorScheduler):  # type: ignore[misc]  #
         request.kv_transfer_params = self._params.of(request)
         if not (is_told(request) and is_trusted(request, self.settings, self._vllm_config)):
             self.adapter.keep_out(request.request_id)
-        if self.settings.tenants and request.cache_salt:
+        if request.cache_salt:
             self.adapter.has_salt(request.request_id, request.cache_salt)
         if not self._req_status and self.tiers is not None and self.tiers.are_listed:
             self._awaits_reports |= time.monotonic() - self._stepped_s > IDLE_S
@@ -151,8 +151,7 @@ class KVOffloadScheduler(OffloadingConnectorScheduler):  # type: ignore[misc]  #
             wished = self.adapter.hints(status.req_context).max_load_tokens
             if status.max_load_tokens != 0 and wished != 0:
                 list_keys = partial(self._list_keys, status)
-                tenant = request.cache_salt or ""
-                self.adapter.request_queued(list_keys, status.req_context, tenant)
+                self.adapter.request_queued(list_keys, status.req_context)
 
     def _list_keys(self, status: Any) -> Sequence[OffloadKey]:
         """List the chunks that a load of all of a prompt reads, head to tail."""

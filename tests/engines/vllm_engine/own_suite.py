@@ -38,7 +38,7 @@ class _Mocked:
     def has_room(self, keys):
         return True
 
-    def request_queued(self, list_keys, context, tenant):
+    def request_queued(self, list_keys, context):
         pass
 
     def request_admitted(self, req_id):

@@ -393,7 +393,7 @@ def test_blocks_given_out_as_a_request_ends_matter(met, monkeypatch, finished, m
 def test_requests_that_came_before_the_workers_are_queued_once_there_is_a_manager():
     half = bare_half(cpu_bytes=16384)
     for name in ("a", "b", "ended"):
-        half.adapter.request_queued(lambda: KEYS[:2], ReqContext(name), "")
+        half.adapter.request_queued(lambda: KEYS[:2], ReqContext(name))
     half.adapter.on_request_finished(ReqContext("ended"))
     half.meet_workers([WorkerInfo(4, 4096, {"rank": 0})])
     waiting = half.adapter.manager.waiting
