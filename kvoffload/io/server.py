@@ -235,6 +235,8 @@ class Session:
                 break
             except ConfigError as error:
                 self.send(Refused(wanted.number, error.field, error.value, error.remedy))
+            except Exception:  # no thread is left, say: no setting is to blame
+                log.exception("%s cannot be opened yet", name)
             tried.set()
             await asyncio.sleep(pause_s)
             pause_s = min(LONGEST_S, 2 * pause_s)

@@ -119,7 +119,7 @@ class SharedStores:
             try:
                 layer = await opening
                 break
-            except ConfigError as error:
+            except Exception as error:  # also one that has no thread for it
                 log.error("%s cannot be opened yet: %s", tier.name, error)
             await asyncio.sleep(pause_s)
             pause_s = min(LONGEST_S, 2 * pause_s)

@@ -1,13 +1,15 @@
-"""A server ends while a store's call hangs: slots are free once no call can write there."""
+"""A server on a thread of this process: its end while a call hangs, and a lack of threads."""
 
 import asyncio
 import threading
 
-from kvoffload.io import server
+from kvoffload.io import client, server
 from kvoffload.io.attached import AttachedServer
+from kvoffload.io.client import IOClient
 from kvoffload.io.protocol import Answered, Load, MessageReader, Store, frame
 from kvoffload.io.service import service, shared_stores
 from kvoffload.io.service.host_memory import HostMemory
+from kvoffload.io.service.host_store import HostStore
 from kvoffload.io.service.listener import Listener
 from kvoffload.io.service.settings import read_serve_config
 from kvoffload.transfer.slab import create_shared_memory
@@ -16,15 +18,13 @@ from tests.support.io_rig import opening
 
 SLOT = 4096
 KEYS = [key_of(0)]
+OPEN = opening([("serve", "serve", {})], SLOT)
 
 
-def started_in_a_thread(path, is_started):
+def started_in_a_thread(path):
     """Start a server in this process; return its thread, and what tells it to end."""
-    settings, listener, told = (
-        read_serve_config({"socket": path, "memory": "1MiB"}),
-        Listener(path),
-        [],
-    )
+    settings = read_serve_config({"socket": path, "memory": "1MiB"})
+    listener, is_started, told = Listener(path), threading.Event(), []
 
     def started(_):
         told.append((asyncio.get_running_loop(), asyncio.current_task()))
@@ -55,11 +55,10 @@ def test_slots_are_free_only_once_a_call_that_hangs_as_the_server_ends_has_retur
         return read(memory, *args)
 
     monkeypatch.setattr(HostMemory, "read", hanging)
-    thread, end = started_in_a_thread(str(tmp_path / "s"), threading.Event())
+    thread, end = started_in_a_thread(str(tmp_path / "s"))
     attached = AttachedServer(str(tmp_path / "s"), create_shared_memory(2 * SLOT))
     attached.sock.settimeout(20)
-    opened = opening([("serve", "serve", {})], SLOT)
-    attached.sock.sendall(frame(opened) + frame(Store(1, "serve", KEYS, [0], SLOT)))
+    attached.sock.sendall(frame(OPEN) + frame(Store(1, "serve", KEYS, [0], SLOT)))
     reader, answers = MessageReader(to_server=False), []
     while not answers:
         answers += [m for m in reader.feed(attached.sock.recv(1 << 16)) if isinstance(m, Answered)]
@@ -73,3 +72,23 @@ def test_slots_are_free_only_once_a_call_that_hangs_as_the_server_ends_has_retur
     thread.join(20)
     assert not thread.is_alive()
     attached.sock.close()
+
+
+def test_a_store_that_has_no_threads_is_opened_once_there_are_some(tmp_path, monkeypatch, until):
+    monkeypatch.setattr(client, "MEET_S", 0.1)
+    tries = []
+
+    def scarce(*args):
+        tries.append(args)
+        if len(tries) == 1:
+            raise RuntimeError("can't start new thread")
+        return HostStore(*args)
+
+    monkeypatch.setattr(shared_stores, "HostStore", scarce)
+    path, slab_fd = str(tmp_path / "s"), create_shared_memory(2 * SLOT)
+    thread, end = started_in_a_thread(path)
+    engine = IOClient(lambda: AttachedServer(path, slab_fd), OPEN, 9.0, 9.0, needs_server=False)
+    until(lambda: engine.tiers["serve"].is_complete and not engine._is_opening)
+    engine.close()
+    end()
+    thread.join(20)
