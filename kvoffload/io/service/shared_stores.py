@@ -331,7 +331,8 @@ class IndexedView(StoreView, LocalIndex):
         return key not in self._forgotten and not self._is_closed and self._index.holds(key)
 
     def forget(self, keys: Sequence[bytes]) -> None:
-        self._forgotten.update(keys)
+        # One that has left as well is no longer told of: it would stay forgotten when it returns.
+        self._forgotten.update(key for key in keys if self._index.holds(key))
         for key in keys:
             self._changes.note(key)
 

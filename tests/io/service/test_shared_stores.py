@@ -79,6 +79,11 @@ async def test_what_one_engine_could_not_load_is_there_for_the_rest():
     assert await fast.read([key], slots(1)) == [True]
     await fast.write([key], filled([key]))
     assert listed(slow) == {key}
+    await fast.remove([key])
+    assert listed(slow) == set()
+    slow.forget([key])  # its load has failed because the chunk had left
+    await slow._store.write([key], filled([key]))  # as another process does that has this root
+    assert listed(slow) == {key}
     await slow.close()
     await fast.close()
     await stores.close()
