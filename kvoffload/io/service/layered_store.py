@@ -206,10 +206,10 @@ class IndexedLayers(Layers, LocalIndex):
         return not self._changes and all(layer.is_complete for layer in self._indexes)
 
 
-def layered(layers: Mapping[str, Backend]) -> Layers:
-    """Return stores as one; with an index if all of them have one."""
+def layered(layers: Mapping[str, Backend], *, late_have_index: bool = True) -> Layers:
+    """Return stores as one; with an index if all of them have one, and those to be added later."""
     is_indexed = all(isinstance(layer, LocalIndex) for layer in layers.values())
-    return IndexedLayers(layers) if is_indexed else Layers(layers)
+    return IndexedLayers(layers) if is_indexed and late_have_index else Layers(layers)
 
 
 async def _together(calls: Iterable[Coroutine[Any, Any, T]]) -> list[T]:

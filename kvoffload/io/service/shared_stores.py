@@ -9,6 +9,7 @@ import logging
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
+from kvoffload import registry
 from kvoffload.backends.admin import Purges
 from kvoffload.backends.base import (
     Answers,
@@ -104,7 +105,9 @@ class SharedStores:
                 layers[tier.name] = task.result()
             else:
                 late.append((tier, task))
-        shared = SharedStore(layered(layers), lambda: self._close_unused(namespace))
+        late_have_index = all(_has_index(tier) for tier, _ in late)
+        store = layered(layers, late_have_index=late_have_index)
+        shared = SharedStore(store, lambda: self._close_unused(namespace))
         for tier, task in late:
             work = self._open_late(shared.store, tier, task, namespace)
             shared.late.append(asyncio.create_task(work))
@@ -176,6 +179,11 @@ class SharedStores:
             self._close_unused(namespace)
         if self._closing:
             await asyncio.wait(self._closing.values())
+
+
+def _has_index(tier: TierSettings) -> bool:
+    """Return whether a backend lists its chunks, before it is open."""
+    return hasattr(registry.load(registry.BACKENDS, tier.type), "take_changes")
 
 
 class SharedStore:
