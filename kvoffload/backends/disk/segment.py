@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import xxhash
 
-from kvoffload.backends.disk.locks import open_locked
+from kvoffload.backends.disk.locks import is_at, open_locked
 from kvoffload.backends.disk.paths import SEGMENTS, SLOTS, TABLE, stems_of
 from kvoffload.backends.disk.vfs import Vfs
 from kvoffload.backends.disk.walker import names_in
@@ -111,17 +111,19 @@ class Segment:
         """Return a descriptor of the slots; raises OSError."""
         with self._opening:
             if direct not in self._fds:
-                flags = os.O_RDWR | os.O_CREAT | (os.O_DIRECT if direct else 0)
+                # A reader of a removed segment must not make the file again, for it would stay.
+                made = os.O_CREAT if self.is_own else 0
+                flags = os.O_RDWR | made | (os.O_DIRECT if direct else 0)
                 self._fds[direct] = self.vfs.open(self.stem + SLOTS, flags)
             return self._fds[direct]
 
     def lock(self) -> bool:
-        """Lock the segment if no process has it locked; raises OSError for other reasons."""
+        """Lock the segment if it is there and no process has it locked; raises OSError."""
         try:
             self.vfs.flock(self._table_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             return False
-        return True
+        return is_at(self.vfs, self._table_fd, self.stem + TABLE)
 
     def unlock(self) -> None:
         self.vfs.flock(self._table_fd, fcntl.LOCK_UN)
@@ -138,8 +140,9 @@ class Segment:
     # ---- one slot --------------------------------------------------------------------------
 
     def free_blocks(self, slot: int) -> None:
-        """Give the room of a slot back to the file system."""
-        self.vfs.punch(self.fd(direct=False), slot * self.slot_bytes, self.slot_bytes)
+        """Give the room of a slot back to the file system; raises OSError."""
+        with contextlib.suppress(FileNotFoundError):  # without the file, no slot has room
+            self.vfs.punch(self.fd(direct=False), slot * self.slot_bytes, self.slot_bytes)
 
     def entry(self, slot: int) -> bytearray:
         """Read the entry of a slot from the table."""
@@ -295,7 +298,7 @@ def make_segment(vfs: Vfs, stem: str, temporary: str, slot_bytes: int, *, durabl
     fd = vfs.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL)
     made = Segment(vfs, stem, fd, slot_bytes, 0)
     try:
-        made.lock()
+        vfs.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         made._write(head + _SEAL.pack(xxhash.xxh3_64_intdigest(head)), 0)
         vfs.rename(temporary, stem + TABLE)
     except BaseException:

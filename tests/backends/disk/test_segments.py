@@ -5,7 +5,17 @@ import os
 import time
 
 import pytest
-from disk_parts import ON_DISK, SIZE, allocated, chunk_bytes, flip_chunk, open_disk, until, write
+from disk_parts import (
+    ON_DISK,
+    SIZE,
+    allocated,
+    chunk_bytes,
+    flip_chunk,
+    open_disk,
+    table_of,
+    until,
+    write,
+)
 
 from kvoffload.backends.admin import Check, Garbage
 from kvoffload.backends.base import ReadResult
@@ -13,6 +23,7 @@ from kvoffload.backends.disk import admin
 from kvoffload.backends.disk.index import name_of
 from kvoffload.backends.disk.inspector import DiskInspector
 from kvoffload.backends.disk.paths import QUARANTINE
+from kvoffload.backends.disk.segment import Segment
 from kvoffload.config import ByteSize
 from kvoffload.testing import payload_of
 from kvoffload.testing.backends import filled, keys_of, slots
@@ -358,3 +369,33 @@ async def test_a_slot_that_a_process_died_freeing_is_used_again(tmp_path, monkey
     assert tables(tmp_path)[0].stat().st_size == 64 + 64
     for backend in (other, evicting):
         await backend.close()
+
+
+async def test_a_segment_removed_meanwhile_is_not_taken_over(tmp_path, monkeypatch):
+    backend = open_segments(tmp_path)
+    assert await write(backend, keys_of(1)) == [True]
+    await backend.close()
+    backend, keys = open_segments(tmp_path), keys_of(2, "new")
+    (table,) = tables(tmp_path)
+    lock = Segment.lock
+
+    def removed_before(segment):
+        table.unlink(missing_ok=True)  # by the process that had it locked until now
+        return lock(segment)
+
+    monkeypatch.setattr(Segment, "lock", removed_before)
+    for key in keys:
+        assert await write(backend, [key]) == [True]
+    assert set(table_of(*tables(tmp_path))) == set(keys)
+    await backend.close()
+
+
+async def test_a_late_reader_of_a_removed_segment_leaves_no_file(tmp_path):
+    one, two = open_segments(tmp_path), open_segments(tmp_path)
+    assert await write(one, keys_of(1)) == [True]
+    two._store.slots.refresh(0)
+    await one.remove(keys_of(1))
+    await one.close()
+    assert await check(two, keys_of(1)) == [False]
+    assert list(tmp_path.glob("*/segments/*")) == []
+    await two.close()
