@@ -5,6 +5,7 @@ writes. ``docs/reference/format.md`` has the layout.
 """
 
 import contextlib
+import errno
 import fcntl
 import os
 import struct
@@ -34,6 +35,8 @@ MOST_KEY_BYTES = 47
 _WRITING = 255
 """In place of a key's length: a chunk is being written."""
 _LENGTH_AT = 16
+_NO_FILE = (errno.EISDIR, errno.ELOOP, errno.ESPIPE, errno.ENXIO, errno.ENODEV)
+"""What opening or reading something else in place of a file fails with."""
 _CLOCK_STEP_NS = 1_000_000_000
 _PIECE = 64 * ENTRY_BYTES
 FREE = bytes(ENTRY_BYTES)
@@ -169,7 +172,7 @@ class Segment:
 
     def _write(self, data: bytes, offset: int) -> None:
         if self.vfs.pwritev(self._table_fd, [data], offset) != len(data):
-            raise OSError(5, "short write", self.stem + TABLE)
+            raise OSError(errno.EIO, "short write", self.stem + TABLE)
 
     def note_change(self, slot: int, before: bytes, now: bytes) -> None:
         """Note what another process changed in an own segment.
@@ -263,15 +266,21 @@ def open_segment(vfs: Vfs, stem: str, number: int = 0) -> Segment:
     """Open a segment; OSError: it cannot be read.
 
     Raises:
-        ValueError: it is of another version, :data:`OTHER_VERSION`, or its head is damaged.
+        ValueError: it is of another version, :data:`OTHER_VERSION`, or damaged: its head is, or its
+            table is a folder, a link or a device.
     """
-    fd = vfs.open(stem + TABLE, os.O_RDWR)
     try:
-        head = bytearray(_HEAD.size + _SEAL.size)
-        vfs.preadv(fd, [head], 0)
-        return Segment(vfs, stem, fd, _slot_bytes_in(head), number)
-    except BaseException:
-        vfs.close_quietly(fd)
+        fd = vfs.open(stem + TABLE, os.O_RDWR)
+        try:
+            head = bytearray(_HEAD.size + _SEAL.size)
+            vfs.preadv(fd, [head], 0)
+            return Segment(vfs, stem, fd, _slot_bytes_in(head), number)
+        except BaseException:
+            vfs.close_quietly(fd)
+            raise
+    except OSError as error:
+        if error.errno in _NO_FILE:
+            raise ValueError("header") from error
         raise
 
 

@@ -148,7 +148,8 @@ class Slots:
     def draft(self, chunk_bytes: int) -> SlotDraft:
         slot_bytes = bytes_on_disk(chunk_bytes)
         if slot_bytes not in self._own:
-            self.refresh(0)  # the lock must not be held: a refresh takes it
+            with contextlib.suppress(OSError):  # one segment that is unreadable stops no store
+                self.refresh(0)  # the lock must not be held: a refresh takes it
         with self._lock:
             number = self._own_segment(slot_bytes)
             segment = self._segments[number]
@@ -329,9 +330,10 @@ class Slots:
         """
         is_evictor, released = self._host.root.evictor.held, 0
         for stem in list(self._damaged if is_evictor else ()):
-            with contextlib.suppress(OSError):
-                remove_damaged(self.vfs, stem)
-            self._damaged.discard(stem)
+            with contextlib.suppress(OSError):  # as of a folder: it stays, and is not read again
+                with contextlib.suppress(FileNotFoundError):
+                    remove_damaged(self.vfs, stem)
+                self._damaged.discard(stem)
         for i, segment in self._known():
             with contextlib.suppress(OSError), self._lock:  # the next clean-up tries again
                 segment.take_abandoned(_ABANDONED_S)

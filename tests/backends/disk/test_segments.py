@@ -399,3 +399,40 @@ async def test_a_late_reader_of_a_removed_segment_leaves_no_file(tmp_path):
     assert await check(two, keys_of(1)) == [False]
     assert list(tmp_path.glob("*/segments/*")) == []
     await two.close()
+
+
+STRANGE = {
+    "folder": lambda path: path.mkdir(),
+    "link": lambda path: path.symlink_to("elsewhere"),
+    "pipe": os.mkfifo,
+}
+
+
+@pytest.mark.parametrize("kind", STRANGE)
+async def test_something_else_in_place_of_a_table_stops_no_store(tmp_path, kind):
+    backend = open_segments(tmp_path)
+    assert await write(backend, keys_of(1)) == [True]
+    await backend.close()
+    STRANGE[kind](tables(tmp_path)[0].with_name("0" * 16 + ".table"))
+    backend, new = open_segments(tmp_path), keys_of(2, "new")
+    assert await write(backend, new) == [True] * 2
+    assert backend._housekeeper._scanner.scan(full=True)
+    assert await check(backend, [*keys_of(1), *new]) == [True] * 3
+    assert backend.counters() == {"corrupt_header": 1}
+    await backend.close()
+
+
+async def test_a_table_that_cannot_be_read_stops_no_store(tmp_path):
+    backend = open_segments(tmp_path)
+    assert await write(backend, keys_of(1)) == [True]
+    await backend.close()
+    old = str(tables(tmp_path)[0])
+
+    def is_old(call, path):
+        return call == "preadv" and path.endswith(old.rpartition("/")[2])
+
+    vfs = FailingVfs(1, errno.EIO, sticky=True, when=is_old)
+    backend = open_segments(tmp_path, vfs=vfs)
+    assert await write(backend, keys_of(2, "new")) == [True] * 2
+    assert await check(backend, keys_of(2, "new")) == [True] * 2
+    await backend.close()
