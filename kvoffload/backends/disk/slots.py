@@ -314,9 +314,13 @@ class Slots:
         return [name for name in list(self._places) if name.startswith(prefix)]
 
     def moving_bytes(self) -> int:
-        """Return the bytes of slots that other processes are writing; raises OSError."""
+        """Return the bytes that are counted and are no chunk's; raises OSError.
+
+        They are those of slots that other processes are writing, or this one could not free yet.
+        """
         total = 0
         for i, segment in self._known():
+            total += sum(list(segment.stuck.values()))
             if not segment.is_own:
                 if segment.has_changed():
                     self._update(i, segment)
