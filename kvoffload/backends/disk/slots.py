@@ -540,15 +540,19 @@ def can_free(vfs: Vfs, root: str, scratch: str) -> bool:
         fd = vfs.open(scratch, os.O_RDWR | os.O_CREAT)
         try:
             vfs.pwritev(fd, [bytes(PAGE), bytes(PAGE)], 0)
+            before = vfs.fstat(fd).st_blocks
             vfs.punch(fd, 0, PAGE)
+            # With larger blocks than a page, or no holes at all, it only writes zeros.
+            problem = "" if vfs.fstat(fd).st_blocks < before else "its room stays"
         finally:
             vfs.close_quietly(fd)
             vfs.unlink_quietly(scratch)
     except OSError as error:
+        problem = error.strerror or str(error)
+    if problem:
         text = "disk %s: cannot free a part of a file (%s): small chunks are files"
-        log.warning(text, root, error.strerror)
-        return False
-    return True
+        log.warning(text, root, problem)
+    return not problem
 
 
 def _gone(name: Name) -> FileNotFoundError:

@@ -24,6 +24,7 @@ from kvoffload.backends.disk.index import name_of
 from kvoffload.backends.disk.inspector import DiskInspector
 from kvoffload.backends.disk.paths import QUARANTINE
 from kvoffload.backends.disk.segment import Segment
+from kvoffload.backends.disk.vfs import Vfs
 from kvoffload.config import ByteSize
 from kvoffload.testing import payload_of
 from kvoffload.testing.backends import filled, keys_of, slots
@@ -117,6 +118,17 @@ async def test_a_file_system_that_frees_no_part_of_a_file_gets_files(tmp_path, c
     assert "cannot free a part of a file" in caplog.text
     assert await write(backend, keys_of(1)) == [True]
     assert len(files(tmp_path)) == 1
+    await backend.close()
+
+
+async def test_a_file_system_that_only_writes_zeros_gets_files(tmp_path, caplog):
+    vfs = Vfs()
+    vfs.punch = lambda fd, offset, length: os.pwrite(fd, bytes(length), offset)
+    backend = open_segments(tmp_path, vfs=vfs)
+    assert "cannot free a part of a file (its room stays)" in caplog.text
+    assert await write(backend, keys_of(1)) == [True]
+    await backend.remove(keys_of(1))
+    assert allocated(tmp_path) < ON_DISK
     await backend.close()
 
 
