@@ -24,8 +24,12 @@ class AttachedServer:
 
     def __init__(self, path: str, slab_fd: int) -> None:
         self._path = path
-        self._ended_fd, theirs = os.pipe()
         self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            self._ended_fd, theirs = os.pipe()
+        except BaseException:
+            self.sock.close()
+            raise
         try:
             self.sock.settimeout(CONNECT_S)
             self.sock.connect(path)

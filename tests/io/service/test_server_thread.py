@@ -1,7 +1,12 @@
-"""A server on a thread of this process: its end while a call hangs, and a lack of threads."""
+"""A server on a thread of this process: how it ends, and what a lack of threads and files does."""
 
 import asyncio
+import contextlib
+import os
+import resource
 import threading
+
+import pytest
 
 from kvoffload.io import client, server
 from kvoffload.io.attached import AttachedServer
@@ -92,3 +97,24 @@ def test_a_store_that_has_no_threads_is_opened_once_there_are_some(tmp_path, mon
     engine.close()
     end()
     thread.join(20)
+
+
+@pytest.mark.parametrize("left", range(4))
+def test_a_try_to_attach_that_lacks_descriptors_leaves_none_behind(tmp_path, left):
+    fillers, (soft, hard) = [], resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = max(map(int, os.listdir("/proc/self/fd"))) + 8
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+    try:
+        with contextlib.suppress(OSError):
+            while True:
+                fillers.append(os.open(os.devnull, os.O_RDONLY))
+        free = {fillers.pop() for _ in range(left)}
+        for fd in free:
+            os.close(fd)
+        with pytest.raises(OSError, match=r"Too many open files|No such file"):
+            AttachedServer(str(tmp_path / "no server"), 0)
+        assert {os.dup(0) for _ in free} == free
+    finally:
+        for fd in (*fillers, *free):
+            os.close(fd)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
