@@ -111,14 +111,11 @@ class HostMemory:
             if self._readers.get(number) is reader:
                 del self._readers[number]
 
-    def drop_namespace(self, namespace: str) -> int:
-        """Remove the chunks of a namespace; return how many there were."""
+    def names_of(self, namespace: str) -> list[Name]:
+        """Return the names of the chunks of a namespace."""
         number = self.number_of(namespace)
         with self._lock:
-            names = [number + key for key in self._tables.get(number, ())]
-            for name in names:
-                self._remove(name)
-        return len(names)
+            return [number + key for key in self._tables.get(number, ())]
 
     # ---- chunks ----
 
@@ -187,11 +184,14 @@ class HostMemory:
                     self._release(runs)
         return True
 
-    def drop(self, name: Name) -> None:
-        """Remove a chunk if it is here."""
+    def drop(self, names: Sequence[Name]) -> int:
+        """Remove the chunks that are here; return how many there were."""
         with self._lock:
-            if name in self:
-                self._remove(name)
+            before = self._num_chunks
+            for name in names:
+                if name in self:
+                    self._remove(name)
+            return before - self._num_chunks
 
     def used(self, names: Sequence[Name]) -> None:
         """Count a use of each chunk that is here, the tail of the prefix first."""

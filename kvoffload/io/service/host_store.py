@@ -1,5 +1,6 @@
 """One namespace of the server's memory, as a backend."""
 
+import asyncio
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 
@@ -10,6 +11,8 @@ from kvoffload.io.service.host_memory import HostMemory
 
 _MAX_REMOVALS = 1 << 16
 """Removals kept for a listener that may never ask; older ones are lost to it."""
+REMOVED_AT_ONCE = 1024
+"""Chunks of a namespace that is removed: they take some milliseconds."""
 _THREADS = 2
 """Copies at once: more would wait for the memory."""
 
@@ -54,7 +57,7 @@ class HostStore(ThreadedBackend, LocalIndex, Spares):
         return found
 
     def delete(self, key: bytes) -> None:
-        self._memory.drop(self._number + key)
+        self._memory.drop([self._number + key])
 
     # ---- batches ----
 
@@ -81,8 +84,14 @@ class HostStore(ThreadedBackend, LocalIndex, Spares):
         self._memory.end_reading(self._number, self)
 
     async def purge(self, namespaces: Sequence[str]) -> int:
-        """Remove the chunks of these namespaces, its own or not."""
-        return sum(map(self._memory.drop_namespace, namespaces))
+        """Remove the chunks of these namespaces, its own or not; other work has turns meanwhile."""
+        removed, memory = 0, self._memory
+        for namespace in namespaces:
+            names = memory.names_of(namespace)
+            for start in range(0, len(names), REMOVED_AT_ONCE):
+                removed += memory.drop(names[start : start + REMOVED_AT_ONCE])
+                await asyncio.sleep(0)
+        return removed
 
     # ---- the memory's reader, and the reader of this index ----
 

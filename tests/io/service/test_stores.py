@@ -1,10 +1,13 @@
 """The server's memory and its layers, as backends: the suite of every store, and their own."""
 
+import asyncio
+from itertools import pairwise
 from types import SimpleNamespace
 
 import pytest
 
 from kvoffload import open_backend
+from kvoffload.io.service import host_store
 from kvoffload.io.service.host_memory import BLOCK, HostMemory
 from kvoffload.io.service.host_store import HostStore
 from kvoffload.io.service.layered_store import layered
@@ -161,4 +164,20 @@ async def test_above_a_store_without_an_index_the_memory_keeps_no_list_of_change
     assert await store.contains(keys) == [True] * len(keys)
     assert len(host._changes) == 0
     assert dict(host.take_changes(100)) == dict.fromkeys(keys[-2:], True), "who asks learns all"
+    await store.close()
+
+
+async def test_while_a_namespace_is_removed_other_work_has_turns(monkeypatch):
+    monkeypatch.setattr(host_store, "REMOVED_AT_ONCE", 4)
+    store, keys, left = HostStore(new_memory(), "n"), keys_of(40), []
+    await written(store, keys)
+
+    async def look():
+        while not left or left[-1]:
+            left.append(sum(map(store.holds, keys)))
+            await asyncio.sleep(0)
+
+    removed, _ = await asyncio.gather(store.purge(["another", "n"]), look())
+    assert removed == 40
+    assert max(a - b for a, b in pairwise([40, *left])) == 4
     await store.close()
