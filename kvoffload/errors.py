@@ -5,6 +5,7 @@ from collections.abc import Mapping
 
 _SCHEME = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]*")
 _VARIABLE = re.compile(r"[A-Z_0-9]*")
+_PATH = re.compile(r"(~|\.{0,2}/).*|.{0,31}", re.DOTALL)
 _SECRETS = ("password", "passwd", "secret", "token", "key", "username", "sentinel_username")
 HIDDEN = "***"
 """What stands for something that must not be shown."""
@@ -25,6 +26,8 @@ def shown(value: object, field: str = "") -> object:
         return value if value is None else HIDDEN
     if field.endswith("_env") and isinstance(value, str):
         return value if _VARIABLE.fullmatch(value) else HIDDEN  # perhaps the password itself
+    if field.endswith("_file") and isinstance(value, str) and not _PATH.fullmatch(value):
+        return HIDDEN  # perhaps the key itself
     if isinstance(value, bytes):
         text = value.decode("latin-1")
         return value if shown(text) == text else HIDDEN.encode()

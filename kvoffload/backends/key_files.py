@@ -52,7 +52,8 @@ class Encryption(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
         Raises:
             ConfigError: a file or a key cannot be used, or the extra ``encryption`` is missing.
         """
-        check_extra(ENCRYPTION, self.key_file or self.key_env, where)
+        given = {"key_file": self.key_file} if self.key_file else {"key_env": self.key_env}
+        check_extra(ENCRYPTION, given, where)
         from kvoffload.backends.encryption import CipherSeal
 
         return CipherSeal(_keys(self, f"{where}{ENCRYPTION}."))

@@ -298,6 +298,8 @@ def test_keys_that_are_no_keys_are_refused_with_the_remedy_and_never_shown(
         ({"key_file": "/nowhere/x"}, "encryption.key_file", "No such file"),
         ({"key_file": "/dev"}, "encryption.key_file", "must be a file"),
         ({"key_env": "SURELY_NOT_SET"}, "encryption.key_env", "not set"),
+        ({"key_file": OLD}, "encryption.key_file", "cannot be read"),
+        ({"key_env": OLD}, "encryption.key_env", "not set"),
         ({"key": OLD}, "encryption.key", "unknown key"),
         ({"key_file": 7}, "encryption.key_file", "must be a text"),
         (OLD, "encryption", "must be an object"),
@@ -344,6 +346,7 @@ def test_the_extra_that_is_missing_is_named(encryption, monkeypatch):
     error = refused(encryption)
     assert error.field == "backends[0].encryption"
     assert "kvoffload[encryption]" in error.remedy
+    assert OLD not in f"{refused({'key_env': OLD})} {refused({'key_file': OLD})}"
 
 
 async def test_no_key_is_in_a_repr_a_log_or_what_config_shows(tmp_path, key_file, caplog, capsys):
