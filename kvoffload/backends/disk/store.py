@@ -220,7 +220,8 @@ class DiskStore:
         if name in self.index and self.exists(key):
             if self.uses.expires:
                 self.uses.used([name])
-            return self._make_durable(name, is_new=False)
+            with contextlib.suppress(FileNotFoundError):  # it has left meanwhile: store it anew
+                return self._make_durable(name, is_new=False)
         room = (reservation or Reservation(self.space, ())).take(chunk.nbytes)
         if room is None:
             return False
@@ -281,12 +282,18 @@ class DiskStore:
         return None
 
     def _make_durable(self, name: Name, *, is_new: bool) -> bool:
-        """Sync a chunk: also an old one, whose writer may not have synced it."""
+        """Sync a chunk: also an old one, whose writer may not have synced it.
+
+        Raises:
+            FileNotFoundError: an old one is not there any more.
+        """
         if not self._durable:
             return True
         try:
             self._form_of(name).sync(name, is_new=is_new)
         except OSError as error:
+            if not is_new and isinstance(error, FileNotFoundError):
+                raise
             # The kernel may have dropped the pages and forgotten: a second fsync proves nothing.
             log.warning("disk: fsync failed, chunk dropped: %s", error)
             self.count("fsync_failed")

@@ -11,6 +11,7 @@ import pytest
 from disk_parts import ON_DISK, SIZE, allocated, chunk_bytes, open_disk, until, write
 
 from kvoffload.backends.base import ReadResult
+from kvoffload.backends.disk.index import name_of
 from kvoffload.backends.disk.inspector import DiskInspector
 from kvoffload.backends.disk.paths import QUARANTINE, WRITERS
 from kvoffload.backends.disk.reservation import Reservation
@@ -305,4 +306,23 @@ async def test_scans_of_a_store_that_overwrites_all_the_time_keep_the_quota_righ
     await asyncio.gather(*tasks)
     assert backend._store.root.quota.refresh() == chunk_bytes(tmp_path) == 128 * ON_DISK
     assert backend.counters()["overwritten"] > 100
+    await backend.close()
+
+
+async def test_a_chunk_that_leaves_while_it_is_stored_again_is_stored_anew(tmp_path, monkeypatch):
+    backend = open_disk(tmp_path, durability="fsync")
+    keys, disk = keys_of(1), backend._store
+    assert await write(backend, keys) == [True]
+    exists = disk.exists
+
+    def left_after_it_was_seen(key):
+        return exists(key) and disk.discard(name_of(0, key), "evicted")
+
+    monkeypatch.setattr(disk, "exists", left_after_it_was_seen)
+    assert await write(backend, keys) == [True]
+    monkeypatch.undo()
+    assert await backend.read(keys, into := slots(1, SIZE)) == [True]
+    assert bytes(into[0]) == payload_of(keys[0], SIZE)
+    assert backend.usage().resident_bytes == chunk_bytes(tmp_path)
+    assert "fsync_failed" not in backend.counters()
     await backend.close()
