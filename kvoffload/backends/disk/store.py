@@ -220,7 +220,7 @@ class DiskStore:
         if name in self.index and self.exists(key):
             if self.uses.expires:
                 self.uses.used([name])
-            with contextlib.suppress(FileNotFoundError):  # it has left meanwhile: it is stored again
+            with contextlib.suppress(FileNotFoundError):  # it has left: store it again
                 return self._make_durable(name, is_new=False)
         room = (reservation or Reservation(self.space, ())).take(chunk.nbytes)
         if room is None:
