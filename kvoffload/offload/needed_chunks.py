@@ -20,12 +20,8 @@ class NeededChunks:
         self._told: dict[int, int] = {}
         """Request → chunks that stores were told of, or will be next."""
         self._num_told = 0
-        self._untold: dict[int, list[bytes]] = {}
-        """What stores are told next: a request without chunks waits no more."""
-
-    def __bool__(self) -> bool:
-        """Whether there is something to tell now."""
-        return bool(self._untold)
+        self.to_tell: dict[int, list[bytes]] = {}
+        """What stores are told next, by request; one without chunks waits no more."""
 
     def add(self, number: int, keys: Sequence[OffloadKey]) -> None:
         """Tell of a request soon; its first chunks count."""
@@ -37,21 +33,21 @@ class NeededChunks:
         self._waiting.pop(number, None)
         if num_told := self._told.pop(number, 0):
             self._num_told -= num_told
-            if self._untold.pop(number, None) is None:  # or stores know nothing of it
-                self._untold[number] = []
+            if self.to_tell.pop(number, None) is None:  # or stores know nothing of it
+                self.to_tell[number] = []
 
     def serve(self) -> None:
         """Take up requests as there is room."""
         while self._waiting and (left := MOST_TOLD - self._num_told) > 0:
             number = next(iter(self._waiting))
             keys: list[bytes] = list(islice(self._waiting.pop(number), left))
-            self._untold[number] = keys
+            self.to_tell[number] = keys
             self._told[number] = len(keys)
             self._num_told += len(keys)
 
     def take(self) -> list[tuple[int, list[bytes]]]:
         """Return what stores are to be told now: requests by number, with their chunks."""
-        taken, self._untold = self._untold, {}
+        taken, self.to_tell = self.to_tell, {}
         return list(taken.items())
 
     def clear(self) -> None:

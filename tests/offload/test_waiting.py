@@ -363,11 +363,11 @@ def test_what_nobody_tells_the_stores_does_not_pile_up():
         queue(manager, f"c{i}", keys(f"c{i}", 2))
         if i >= 10:
             manager.request_admitted(ReqContext(f"c{i - 10}"))
-    assert len(needed._untold) == 10
+    assert len(needed.to_tell) == 10
     assert [number for number, _ in needed.take()] == [*range(91, 101)]
     manager.reset_cache()
     assert needed.take() == [(number, []) for number in range(91, 101)]
-    assert not needed
+    assert not needed.to_tell
 
 
 def test_requests_that_wait_for_a_slow_tier_keep_none_behind_from_their_claims():

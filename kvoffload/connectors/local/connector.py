@@ -280,7 +280,7 @@ class LocalConnector:
         waiting = self._manager.waiting
         if waiting.requests or self._manager.coming.times:
             self._manager.serve_queue()
-        if waiting.needed and self._spec.io is not None:
+        if waiting.needed.to_tell and self._spec.io is not None:
             self._spec.io.awaits(waiting.needed.take())
         if self._manager.returns.to_tell and self._spec.io is not None:
             self._spec.io.expects(self._manager.returns.take_told())

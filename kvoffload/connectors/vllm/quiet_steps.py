@@ -129,7 +129,7 @@ def has_orders(half: Any) -> bool:
         or half.generations.order
         or half.operators.emptied
         or manager.has_transfers()
-        or manager.waiting.needed
+        or manager.waiting.needed.to_tell
         or manager.returns.to_tell
         or (tiers is not None and tiers.has_questions)
     )

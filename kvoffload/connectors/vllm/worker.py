@@ -237,11 +237,10 @@ class KVOffloadWorker(OffloadingConnectorWorker):  # type: ignore[misc]  # untyp
             self._told_s = 0.0
         if metadata.questions and self._presence is not None:
             self._presence.ask(metadata.questions)
-        if self._spec is not None and self._spec.io is not None:
-            if metadata.awaited:
-                self._spec.io.awaits(metadata.awaited)
-            if metadata.returns:
-                self._spec.io.expects(metadata.returns)
+        if metadata.awaited and self._spec is not None and self._spec.io is not None:
+            self._spec.io.awaits(metadata.awaited)
+        if metadata.returns and self._spec is not None and self._spec.io is not None:
+            self._spec.io.expects(metadata.returns)
         self._submit_stores()
         for job_id, job in metadata.load_jobs.items():
             end = GpuEnd(job.dst_spec, self._group_ids, blocks_of(self.settings))

@@ -309,7 +309,7 @@ def test_after_an_idle_time_the_first_lookup_waits_one_step_for_the_reports(
 ):
     vllms = KVOffloadScheduler.__mro__[1]
     request = types.SimpleNamespace(
-        request_id="n", lora_request=None, mm_features=[], kv_transfer_params=None
+        request_id="n", lora_request=None, mm_features=[], kv_transfer_params=None, cache_salt=None
     )
     monkeypatch.setattr(vllms, "on_new_request", lambda half, request: None)
     monkeypatch.setattr(
