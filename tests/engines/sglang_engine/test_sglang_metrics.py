@@ -18,6 +18,7 @@ from kvoffload.metrics.names import (
     QUEUE_CHUNKS,
     QUEUE_KEPT_BYTES,
     QUEUE_REQUESTS,
+    RETURN_CHUNKS,
     TIER_EVENTS,
     WAITING_CHUNKS,
 )
@@ -27,7 +28,7 @@ from tests.support.redis_server import free_port
 pytestmark = pytest.mark.timeout(900)
 PROMPT_TOKENS = 592
 """Tokens of a prompt of 600 that lie in whole pages before its last one."""
-QUEUE = {QUEUE_REQUESTS, QUEUE_CHUNKS, QUEUE_KEPT_BYTES}
+QUEUE = {QUEUE_REQUESTS, QUEUE_CHUNKS, QUEUE_KEPT_BYTES, RETURN_CHUNKS}
 LACKING = {WAITING_CHUNKS, TIER_EVENTS, HOST_CHUNKS, HOST_CHUNKS_BUSY, PREFILL_RATE} | QUEUE
 """SGLang decides what waits and has its own host memory; its tier has counted no event yet."""
 
