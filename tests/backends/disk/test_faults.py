@@ -106,8 +106,10 @@ async def calls_of_a_life(used, **settings):
     return calls
 
 
-@pytest.mark.parametrize("form", ["files", "segments"])
-@pytest.mark.parametrize(("durability", "every"), [("none", 3), ("fsync", 2)])
+@pytest.mark.parametrize(
+    ("durability", "every", "form"),
+    [("none", 3, "files"), ("fsync", 2, "files"), ("fsync", 3, "segments")],
+)
 async def test_the_nth_system_call_fails(used, durability, every, form):
     """A life with fsync makes the calls of one without it; `make chaos` has all of both."""
     settings = {"durability": durability, "small_chunks": form}
