@@ -268,16 +268,17 @@ def imported():
 
 @pytest.fixture(scope="module")
 def start(models, imported, tmp_path_factory):
-    """Start an engine; all are killed at the end of the module."""
+    """Start an engine, a fork or ``anew``; all are killed at the end of the module."""
     running = []
 
-    def begin(extra=None, *, kind="llama", ready=True, ranks=1, env=None, **options):
+    def begin(extra=None, *, kind="llama", ready=True, ranks=1, env=None, anew=False, **options):
         if ranks > 1:
             options |= {"tensor_parallel_size": ranks, "distributed_executor_backend": "mp"}
             env = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", **(env or {})}
         log = tmp_path_factory.mktemp("log") / "engine.log"
         options = {"model": models(kind), **OF_KIND.get(kind, {}), **options}
-        python = None if READ_AT_IMPORT.intersection(env or {}) else imported
+        anew |= bool(READ_AT_IMPORT.intersection(env or {}))
+        python = None if anew else imported
         engine = Engine(log_file=log, extra=extra, env=env, python=python, **options)
         running.append(engine)
         return engine.wait_ready() if ready else engine
