@@ -30,7 +30,7 @@ from tests.support.workloads import (
     stats,
 )
 
-RANDOM, DAMAGED, MISBEHAVING, WITHOUT_HOST = 120, 40, 20, 20
+RANDOM, DAMAGED, MISBEHAVING, WITHOUT_HOST = 120, 40, 20, 10
 """Workloads of each kind."""
 PER_TEST = 20
 

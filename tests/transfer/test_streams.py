@@ -164,7 +164,17 @@ def _one_thread(monkeypatch):
     torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize("first", range(0, RUNS, 200))
+SHORT = 400
+"""`make chaos` has the rest of the runs."""
+
+
+@pytest.mark.parametrize(
+    "first",
+    [
+        *range(0, SHORT, 200),
+        *(pytest.param(n, marks=pytest.mark.chaos) for n in range(SHORT, RUNS, 200)),
+    ],
+)
 def test_whatever_the_order_every_block_and_slot_holds_what_it_must(first):
     assert sum(run(seed) for seed in range(first, first + 200)) > 200 * 40
 
