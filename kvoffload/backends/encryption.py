@@ -28,16 +28,13 @@ from kvoffload.backends.header import (
     KEY_ID_BYTES,
     NO_TENANT,
     NONCE_BYTES,
-    OTHER_KEY,
     Header,
     associated_data,
     body_of,
     header_body,
-    mismatch,
-    parse_header,
     sealed,
 )
-from kvoffload.backends.seals import tenant_tag
+from kvoffload.backends.seals import fault_by_check, tenant_tag
 
 _INFO = b"kvoffload chunk encryption v1 "
 _KEY_BYTES = 32
@@ -140,14 +137,7 @@ class CipherSeal:
     def fault(
         self, header: memoryview, payload: memoryview, key: bytes, namespace: bytes
     ) -> str | None:
-        found = parse_header(header)
-        reason = mismatch(found, key, namespace, payload.nbytes)
-        if reason is not None or not isinstance(found, Header):
-            return reason
-        if (running := self.begin_check(header, found)) is None:
-            return OTHER_KEY
-        running.update(payload)
-        return None if running.is_whole() else "payload"
+        return fault_by_check(self, header, payload, key, namespace)
 
     def begin_check(self, header: memoryview, found: Header) -> "_Decryption | None":
         if (own := self._key_of(found)) is None:

@@ -12,11 +12,14 @@ import xxhash
 from kvoffload.backends.header import (
     COMPACT_BYTES,
     NO_TENANT,
+    OTHER_KEY,
     TENANT_BYTES,
     XXH3_128,
     Header,
     check_chunk,
+    mismatch,
     pack_header,
+    parse_header,
 )
 
 
@@ -133,6 +136,20 @@ def begin_check(header: memoryview, found: Header, cipher: Seal | None) -> Runni
     """
     running = cipher.begin_check(header, found) if cipher else None
     return running or ChecksumSeal().begin_check(header, found)
+
+
+def fault_by_check(
+    seal: Seal, header: memoryview, payload: memoryview, key: bytes, namespace: bytes
+) -> str | None:
+    """Return why header and payload are not the chunk wanted, by the check that a seal begins."""
+    found = parse_header(header)
+    reason = mismatch(found, key, namespace, payload.nbytes)
+    if reason is not None or not isinstance(found, Header):
+        return reason
+    if (running := seal.begin_check(header, found)) is None:
+        return OTHER_KEY
+    running.update(payload)
+    return None if running.is_whole() else "payload"
 
 
 class _RunningChecksum:

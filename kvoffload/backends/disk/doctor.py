@@ -95,8 +95,8 @@ def _examined(root: str, settings: Mapping[str, Any]) -> tuple[list[Finding], in
             found.close()
 
 
-def _medium(root: str) -> Finding:
-    """Check the file system, by the kernel's name for its type."""
+def file_system_of(root: str) -> tuple[str, str]:
+    """Return where the file system of a folder is mounted, and the kernel's name for its type."""
     path, best, kind = os.path.realpath(root), "", "unknown"
     with (
         contextlib.suppress(OSError),
@@ -107,6 +107,12 @@ def _medium(root: str) -> Finding:
             inside = path == where or path.startswith(where.rstrip("/") + "/")
             if inside and len(where) >= len(best):
                 best, kind = where, found
+    return best, kind
+
+
+def _medium(root: str) -> Finding:
+    """Check the file system, by its type."""
+    _, kind = file_system_of(root)
     return first_of(
         "file system",
         (kind.split(".")[0] in _SHARED, "warning", f"{kind}: locks and sizes may be unreliable",

@@ -23,6 +23,7 @@ from kvoffload.backends.admin import (
 )
 from kvoffload.backends.base import Backend
 from kvoffload.backends.blocking_pool import run_once
+from kvoffload.backends.disk.doctor import file_system_of
 from kvoffload.backends.disk.paths import SCRATCH
 from kvoffload.backends.disk.root_checks import refuse_exposed, refuse_unsafe, refuse_unsafe_inside
 from kvoffload.backends.disk.vfs import Vfs
@@ -89,17 +90,8 @@ def _examined(options: FolderOptions) -> tuple[str, list[Finding]]:
 
 
 def _medium(root: str) -> Finding:
-    """Check the file system, by the kernel's name for its type."""
-    path, best, kind = os.path.realpath(root), "", "unknown"
-    with (
-        contextlib.suppress(OSError),
-        open("/proc/self/mounts", encoding="utf-8", errors="replace") as mounts,
-    ):
-        for line in mounts:
-            _, where, found, *_ = line.split()
-            inside = path == where or path.startswith(where.rstrip("/") + "/")
-            if inside and len(where) >= len(best):
-                best, kind = where, found
+    """Check the file system, by its type."""
+    best, kind = file_system_of(root)
     is_shared = kind.split(".")[0] in _SHARED
     return first_of(
         "file system",

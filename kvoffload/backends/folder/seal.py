@@ -14,13 +14,10 @@ import xxhash
 
 from kvoffload.backends.header import (
     COMPACT_BYTES,
-    OTHER_KEY,
     XXH3_128,
     Header,
-    mismatch,
-    parse_header,
 )
-from kvoffload.backends.seals import ChecksumSeal
+from kvoffload.backends.seals import ChecksumSeal, fault_by_check
 from kvoffload.errors import ConfigError
 
 _LEAST_BYTES, _LEAST_DISTINCT = 32, 8
@@ -66,14 +63,8 @@ class SecretSeal:
     def fault(
         self, header: memoryview, payload: memoryview, key: bytes, namespace: bytes
     ) -> str | None:
-        found = parse_header(header)
-        reason = mismatch(found, key, namespace, payload.nbytes)
-        if reason is not None or not isinstance(found, Header):
-            return reason
-        if (running := self.begin_check(header, found)) is None:
-            return OTHER_KEY
-        running.update(payload)
-        return None if running.is_whole() else "mac"
+        reason = fault_by_check(self, header, payload, key, namespace)
+        return "mac" if reason == "payload" else reason
 
     def begin_check(self, header: memoryview, found: Header) -> "_Code | None":
         if found.kind != XXH3_128:
