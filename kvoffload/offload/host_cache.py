@@ -3,8 +3,9 @@
 This cache has slots of one size; :mod:`kvoffload.offload.extents` adds several.
 
 A slot is free, or under a chunk: *ready* (loadable), *incoming* (being stored) or *fetching* (being
-read from a tier). An *orphan* is a chunk that was forgotten while transfers still use its slot. The
-transfer of an *abandoned* slot was given up, but may still access the memory.
+read from a tier). An *orphan* is a chunk that was forgotten while transfers still use its slot; a
+reset gives it another name. The transfer of an *abandoned* slot was given up, but may still access
+the memory.
 The policy orders the *evictable* chunks: those that are ready and not pinned.
 """
 
@@ -17,6 +18,7 @@ from typing import Any, cast
 
 from kvoffload.errors import UsageError
 from kvoffload.messages import OffloadKey
+from kvoffload.offload.job import forgotten
 from kvoffload.offload.priority import SHARE_ABOVE, PriorityPolicy
 from kvoffload.policies.base import Policy
 from kvoffload.policies.kept_order import KeptOrder
@@ -30,6 +32,8 @@ from kvoffload.policies.tenant_order import TenantShares
 class _Orphan:
     slot: int
     users: int
+    reset: int = 0
+    """The number of the reset that renamed it; 0: it was forgotten alone."""
 
 
 class HostCache:
@@ -449,8 +453,12 @@ class HostCache:
             self._put(self.evictable.pop(key))
         self._forget_priorities((key,))
 
-    def forget_all(self) -> tuple[OffloadKey, ...]:
-        """Make every chunk invisible; return those that were ready."""
+    def forget_all(self, reset: int) -> tuple[OffloadKey, ...]:
+        """Make every chunk invisible; return those that were ready.
+
+        Those in use get the names that :func:`forgotten` gives for a reset of this number, and are
+        absent under their own.
+        """
         gone = tuple(key for key, _ in self.ready())
         for key in tuple(self.pinned):
             self.forget(key)
@@ -464,7 +472,16 @@ class HostCache:
             for key, slot in moving.items():
                 self._orphans[key] = _Orphan(slot, 1)
             moving.clear()
+        self._rename_orphans(reset)
         return gone
+
+    def _rename_orphans(self, reset: int) -> None:
+        names = {k: forgotten(k, reset) for k, orphan in self._orphans.items() if not orphan.reset}
+        for key, name in names.items():
+            self._orphans[name] = orphan = self._orphans.pop(key)
+            orphan.reset = reset
+        for uses in self._abandoned.values():
+            uses[:] = [key and names.get(key, key) for key in uses]
 
     def _free_evictable(self) -> None:
         self._free.extend(self.evictable.values())

@@ -45,6 +45,16 @@ class Job:
     """The transfer's own time, on the slowest rank."""
     stale: bool = field(default=False, init=False)
     """Whether the bytes mean nothing: a reset came after the order, or blocks were overwritten."""
+    # ---- noted by the manager ----
+    reset: int = field(default=0, kw_only=True)
+    """The number of the first reset that came meanwhile; 0: none did."""
+
+    @property
+    def held(self) -> tuple[OffloadKey, ...]:
+        """The names under which host memory holds the chunks for this job."""
+        if not self.reset:
+            return self.keys
+        return tuple(forgotten(key, self.reset) for key in self.keys)
 
     def failed(self, ok: Sequence[bool]) -> list[OffloadKey]:
         """Return the chunks whose transfer failed."""
@@ -54,6 +64,14 @@ class Job:
         """Return the slots that stay out of use after an unsettled answer."""
         slots = self.spec.host_slots.tolist()
         return [slot for slot, fine in zip(slots, ok, strict=True) if not fine]
+
+
+def forgotten(key: OffloadKey, reset: int) -> OffloadKey:
+    """Name a chunk whose slot is in use though a reset forgot it: it may be stored anew meanwhile.
+
+    The end of a key tells its group, so the new part is in front.
+    """
+    return OffloadKey(b"%d:%b" % (reset, key))
 
 
 class Read(NamedTuple):

@@ -107,7 +107,9 @@ class TieredOffloadingManager(OffloadingManager):
         )
         """Which loads are worth their time; connectors ask, and report how long loads take."""
         self._events = EventLog(self.counters, self.figures.removals)
+        self._num_resets = 0
         self._jobs = JobsInFlight(self.counters)
+        self._num_resets = 0
         self._job_ids = count(1)
         self.unexpected = self._jobs.unexpected
         """Counts and logs an answer that fits no job; takes the words for the answer."""
@@ -237,7 +239,7 @@ class TieredOffloadingManager(OffloadingManager):
             if job.late_bytes:
                 self._late[job.id] = job
         # From tail to head, so that the tail of a prompt is the older and leaves first.
-        elif all(ok) and self._host.unpin_all(job.keys[::-1]):
+        elif all(ok) and self._host.unpin_all(job.held[::-1]):
             self._retirement.landed(job.keys)
             return
         self._take_in(job, ok, settled, reason, job.tiers)
@@ -269,7 +271,8 @@ class TieredOffloadingManager(OffloadingManager):
     ) -> None:
         arrived = self._take_in(job, ok, settled, reason, job.tiers)
         self._early.ended(job, ok, settled, arrived)
-        self.waiting.lost(job.failed(ok))
+        if not job.reset:  # or they are other chunks of these names
+            self.waiting.lost(job.failed(ok))
         if job.num_bytes:
             self._late[job.id] = job
 
@@ -323,9 +326,9 @@ class TieredOffloadingManager(OffloadingManager):
         self._events.reasons.note(keys, DROPPED)
 
     def _store_ended(self, job: StoreJob, ok: Sequence[bool], settled: bool) -> None:
-        stored: Sequence[OffloadKey] = job.keys
-        if not (all(ok) and self._host.all_ready(job.keys[::-1])):
-            stored, failed = self._staging.end_store(job.keys, ok, settled)
+        stored: Sequence[OffloadKey] = job.held
+        if not (all(ok) and self._host.all_ready(stored[::-1])):
+            stored, failed = self._staging.end_store(stored, ok, settled)
             self._not_stored[HOST, "failed"] += len(failed)
             self._events.reasons.note(failed, Reason.FAILED)
         if stored:
@@ -361,8 +364,8 @@ class TieredOffloadingManager(OffloadingManager):
             self._early_read_ended(job, ok, settled, reason)
 
     def _transfer_ended(self, transfer: WriteJob, ok: Sequence[bool], settled: bool) -> None:
-        for key in reversed(transfer.keys):
-            self._host.end_use(key, settled)
+        for name in reversed(transfer.held):
+            self._host.end_use(name, settled)
         good = [key for key, fine in zip(transfer.keys, ok, strict=True) if fine]
         self._not_stored[transfer.tier, "failed"] += len(ok) - len(good)
         if (tier := transfer.store) in self.tiers:  # not replaced meanwhile
@@ -434,7 +437,10 @@ class TieredOffloadingManager(OffloadingManager):
         If the bytes changed their meaning, also give the tiers a new namespace and call
         :meth:`replace_tiers`.
         """
-        gone = self._host.forget_all()
+        self._num_resets += 1
+        gone = self._host.forget_all(self._num_resets)
+        for job in self._jobs.values():
+            job.reset = job.reset or self._num_resets
         self.coming.clear()
         self.waiting.clear()
         self.returns.clear()

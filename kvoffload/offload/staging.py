@@ -94,7 +94,8 @@ class Staging:
     def end_load(self, job: LoadJob | EarlyRead, ok: Sequence[bool], settled: bool) -> LoadEnd:
         """End a load of chunks, from tail to head: the tail of a prompt leaves first."""
         host, keys, ended = self._host, job.keys, LoadEnd([], [], [], {})
-        if self._caching and all(ok) and all(map(host.fetching.__contains__, keys)):
+        held = job.held
+        if self._caching and all(ok) and all(map(host.fetching.__contains__, held)):
             slots = [host.fetching.pop(key) for key in reversed(keys)]
             host.make_evictable(keys[::-1], slots)
             for key in keys:
@@ -102,13 +103,13 @@ class Staging:
                     ended.fetched.setdefault(source, []).append(key)
             ended.arrived.extend(keys)
             return ended
-        for key, fine in zip(reversed(keys), reversed(ok), strict=True):
+        for key, name, fine in zip(keys[::-1], held[::-1], reversed(ok), strict=True):
             source = job.sources.get(key)
             if source and not fine:
                 source.forget(key)
                 ended.missed.append(key)
-            if key in host.fetching:
-                slot = host.fetching.pop(key)
+            if name in host.fetching:
+                slot = host.fetching.pop(name)
                 if fine and self._caching:
                     host.make_evictable((key,), (slot,))
                     ended.arrived.append(key)
@@ -117,10 +118,10 @@ class Staging:
                 else:
                     host.give_back(key, slot, fine or settled)
             else:
-                if not fine and key in host.pinned:
-                    host.forget(key)
-                    ended.lost.append(key)
-                host.end_use(key, fine or settled)
+                if not fine and name in host.pinned:
+                    host.forget(name)
+                    ended.lost.append(name)
+                host.end_use(name, fine or settled)
         for moved in (ended.arrived, ended.lost, ended.missed, *ended.fetched.values()):
             moved.reverse()
         return ended

@@ -84,6 +84,8 @@ class Walk(ManagerTruth):
         self.answered = []
         # What lookups must answer follows from these, the events and the tiers: see `expected`.
         self.incoming, self.fetching = set(), set()
+        # Jobs that a reset crossed: their chunks may be in flight anew, and arrive.
+        self.forgotten = set()
         self.replayed = {medium: set() for medium in ("CPU", *map(str.upper, self.stores))}
 
     def new_stores(self):
@@ -142,7 +144,9 @@ class Walk(ManagerTruth):
             if i not in fetched:
                 assert self.holds(slot, keys[i]), "a pinned chunk was overwritten"
             self.fill(slot, keys[i], keys[i] if ok[i] or i not in fetched else GARBAGE)
-        self.fetching.difference_update(keys)
+        was_forgotten = job.id in self.forgotten
+        if not was_forgotten:
+            self.fetching.difference_update(keys)
         bad = [key for key, fine in zip(keys, ok, strict=True) if not fine]
         by_job = self.requests % 2
         if by_job:
@@ -157,7 +161,7 @@ class Walk(ManagerTruth):
             self.unsettled.append((job, late))
         for i, key in enumerate(keys):
             if key in bad:
-                assert key not in self.resident(), "a failed key is still promised"
+                assert was_forgotten or key not in self.resident(), "a failed key is still promised"
                 assert i not in fetched or not fetched[i].holds(key)
         if not by_job:
             fine = [key for key, fine in zip(keys, ok, strict=True) if fine]
@@ -259,7 +263,8 @@ class Walk(ManagerTruth):
         ok = [(good >> i) & 1 for i in range(len(keys))]
         for key, slot, fine in zip(keys, slots, ok, strict=True):
             self.fill(slot, key, key if fine else GARBAGE)
-        self.incoming.difference_update(keys)
+        if job.id not in self.forgotten:
+            self.incoming.difference_update(keys)
         bad = [key for key, fine in zip(keys, ok, strict=True) if not fine]
         by_job = self.requests % 2
         if by_job:
@@ -298,13 +303,17 @@ class Walk(ManagerTruth):
         for key, slot, fine in zip(job.keys, slots, ok, strict=True):
             assert self.holds(slot, key, f"early {job.id}"), "a slot of a read was given away"
             self.fill(slot, key, key if fine else GARBAGE)
-        self.fetching.difference_update(job.keys)
+        was_forgotten = job.id in self.forgotten
+        if not was_forgotten:
+            self.fetching.difference_update(job.keys)
         self.answer(self.manager.complete, job, ok, settled, "missing")
         if not settled and not all(ok):
             late = [(slots[i], key, True) for i, key in enumerate(job.keys) if not ok[i]]
             self.unsettled.append((job, late))
         for key, fine in zip(job.keys, ok, strict=True):
-            assert fine or key not in self.resident(), "a failed key is still promised"
+            assert fine or was_forgotten or key not in self.resident(), (
+                "a failed key is still promised"
+            )
             assert fine or not store.holds(key)
 
     def end_transfer(self, which, good, settled):
@@ -387,6 +396,8 @@ class Walk(ManagerTruth):
             sightings.clear()
         self.manager.reset_cache()
         assert not self.manager._host.claims
+        self.forgotten.update(job.id for *_, job in (*self.saves, *self.loads))
+        self.forgotten.update(job.id for job, _ in self.early)
         self.incoming.clear()
         self.fetching.clear()
         for prompt in KEYS:

@@ -210,6 +210,29 @@ def test_what_was_in_flight_at_a_reset_ends_as_removed(success):
     manager.check()
 
 
+@pytest.mark.parametrize("success", [True, False])
+def test_what_is_in_flight_at_a_reset_can_be_stored_anew_at_once(success):
+    a, b, c = keys("a", 1), keys("b", 1), keys("c", 1)
+    manager = new_manager(6, Store(c))
+    put(manager, a)
+    (written,) = manager.take_transfers()
+    old = [manager.begin_load(a), manager.prepare_store(b).job, manager.begin_load(c)]
+    manager.reset_cache()
+    new = manager.prepare_store([*a, *b, *c]).job
+    assert new.keys == (*a, *b, *c)
+    assert {*new.spec.host_slots}.isdisjoint(slot for job in old for slot in job.spec.host_slots)
+    manager.complete(new, [True] * 3)
+    for job in (written, *old):
+        manager.complete(job, [success], settled=False)
+        manager.release_slots(job.unsettled_slots([success]), job.id)
+        assert [manager.lookup(key) for key in new.keys] == [True] * 3
+    while jobs := manager.take_transfers():
+        for job in jobs:
+            manager.complete(job, [True] * len(job.keys))
+    assert manager.busy_slots == 0
+    manager.check()
+
+
 class Counting(Store):
     """A store that looks up a prompt in one call."""
 
