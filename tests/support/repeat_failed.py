@@ -1,0 +1,34 @@
+"""Runs a failed test of a real engine again, alone: a plug-in of pytest, for ``.ci/run``.
+
+Among a thousand tests of engines on a busy machine, one now and then misses what only a faster
+machine does in time. A test that failed has to pass ``TIMES`` times in a row, or the run fails as
+it did. So does a run with more than ``MOST`` of them. The report of the failure stays in the
+output. A line below it says what came of it: such a test is to be mended all the same.
+"""
+
+import subprocess
+import sys
+
+import pytest
+
+TIMES, MOST = 3, 3
+
+failed: dict[str, None] = {}
+
+
+def pytest_runtest_logreport(report):
+    if report.failed:
+        failed[report.nodeid] = None
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session, exitstatus):
+    # Of several processes of pytest, the first one hears of all tests.
+    is_first = not hasattr(session.config, "workerinput")
+    if is_first and exitstatus == pytest.ExitCode.TESTS_FAILED and len(failed) <= MOST:
+        command = [sys.executable, "-m", "pytest", "-W", "ignore", "-p", "no:cacheprovider"]
+        for _ in range(TIMES):
+            if subprocess.run([*command, *failed], cwd=session.config.rootpath).returncode:
+                return
+        print(f"\nUNSTEADY: failed, and then passed {TIMES} times alone: {', '.join(failed)}")
+        session.exitstatus = pytest.ExitCode.OK
