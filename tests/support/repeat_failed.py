@@ -1,7 +1,7 @@
-"""Runs a failed test of a real engine again, alone: a plug-in of pytest, for ``.ci/run``.
+"""Runs a failed test again, alone: a plug-in of pytest, for ``.ci/run``.
 
-Among a thousand tests of engines on a busy machine, one now and then misses what only a faster
-machine does in time. A test that failed has to pass ``TIMES`` times in a row, or the run fails as
+Among a thousand tests of engines and processes, one now and then expects what a busy machine does
+not do in time. A test that failed has to pass ``TIMES`` times in a row, or the run fails as
 it did. So does a run with more than ``MOST`` of them. The report of the failure stays in the
 output. A line below it says what came of it: such a test is to be mended all the same.
 """
@@ -26,7 +26,8 @@ def pytest_sessionfinish(session, exitstatus):
     # Of several processes of pytest, the first one hears of all tests.
     is_first = not hasattr(session.config, "workerinput")
     if is_first and exitstatus == pytest.ExitCode.TESTS_FAILED and len(failed) <= MOST:
-        command = [sys.executable, "-m", "pytest", "-W", "ignore", "-p", "no:cacheprovider"]
+        filters = session.config.getoption("pythonwarnings") or ()
+        command = [sys.executable, "-m", "pytest", *(f"-W{each}" for each in filters)]
         for _ in range(TIMES):
             if subprocess.run([*command, *failed], cwd=session.config.rootpath).returncode:
                 return
