@@ -132,7 +132,6 @@ class EarlyReads:
         self, request: QueuedRequest, tier: Tier, keys: Sequence[OffloadKey], slots: list[int]
     ) -> None:
         self._host.fetching.update(zip(keys, slots, strict=True))
-        first = request.num_kept
         self._queue.claim_read(request, keys)
         spec, source = CPULoadStoreSpec(slots), BackendLoadStoreSpec(tier.name, keys)
         spec.job_id = job_id = self._new_id()
@@ -147,7 +146,6 @@ class EarlyReads:
             sources,
             num_bytes,
             request,
-            first,
             self._stored_on(request.context),
         )
         self._kept_bytes[tier.name] += num_bytes
@@ -173,8 +171,6 @@ class EarlyReads:
         """
         self._counts["read_early"] += len(arrived)
         self._queue.has_read(job.request, arrived)
-        if not all(ok):
-            self._queue.cut(job.request, job.first + list(map(bool, ok)).index(False))
         late_bytes = 0 if settled else self._host.bytes_of_all(job.failed(ok))
         self._kept_bytes[job.tier] -= job.num_bytes - late_bytes
         self._promises.has_read_early(job.tier, job.num_bytes, late_bytes, any(ok))

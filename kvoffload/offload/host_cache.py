@@ -108,9 +108,13 @@ class HostCache:
         """List the ready chunks with their slots; O(slots)."""
         return chain(self.evictable.items(), self.pinned.items())
 
+    def is_coming(self, key: OffloadKey) -> bool:
+        """Whether a chunk is being stored, or read from a tier."""
+        return key in self.incoming or key in self.fetching
+
     def moving(self, key: OffloadKey) -> bool:
         """Whether a chunk's slot is written, or still used though the chunk was forgotten."""
-        return key in self.incoming or key in self.fetching or key in self._orphans
+        return self.is_coming(key) or key in self._orphans
 
     def room_for(self, key: OffloadKey) -> int:
         """Slots that could be reserved now for chunks of the key's size."""

@@ -158,8 +158,6 @@ class EarlyRead(Job):
     num_bytes: int
     """Host memory that the read keeps; once it is answered, that a late read may still write."""
     request: QueuedRequest
-    first: int
-    """The place of its first chunk in the request's prompt."""
     tiers: tuple[str, ...] | None
     """Names of the tiers that chunks of the request may be stored on; None: all."""
 

@@ -107,7 +107,6 @@ class TieredOffloadingManager(OffloadingManager):
         )
         """Which loads are worth their time; connectors ask, and report how long loads take."""
         self._events = EventLog(self.counters, self.figures.removals)
-        self._num_resets = 0
         self._jobs = JobsInFlight(self.counters)
         self._num_resets = 0
         self._job_ids = count(1)
@@ -258,7 +257,8 @@ class TieredOffloadingManager(OffloadingManager):
             self._events.reasons.note([*ended.lost, *ended.missed], reason or Reason.FAILED)
             self._events.removed(ended.lost, Reason.FAILED)
         self._events.stored(ended.arrived)
-        self.waiting.lost(ended.lost)
+        if not job.reset:  # or they are other chunks of these names
+            self.waiting.lost([*ended.lost, *ended.missed])
         self.waiting.stored(ended.arrived)
         if self._promote and ended.fetched and len(self.tiers) > 1:
             self._write_through.promote(ended.fetched, self._tiers_for(tiers))
@@ -271,8 +271,6 @@ class TieredOffloadingManager(OffloadingManager):
     ) -> None:
         arrived = self._take_in(job, ok, settled, reason, job.tiers)
         self._early.ended(job, ok, settled, arrived)
-        if not job.reset:  # or they are other chunks of these names
-            self.waiting.lost(job.failed(ok))
         if job.num_bytes:
             self._late[job.id] = job
 
@@ -331,6 +329,7 @@ class TieredOffloadingManager(OffloadingManager):
             stored, failed = self._staging.end_store(stored, ok, settled)
             self._not_stored[HOST, "failed"] += len(failed)
             self._events.reasons.note(failed, Reason.FAILED)
+            self.waiting.lost(failed)
         if stored:
             if self._caching:
                 self._events.stored(stored)

@@ -219,22 +219,17 @@ class WaitingQueue:
         else:
             self._counts["read_in_vain"] += len(keys)
 
-    def cut(self, request: QueuedRequest, num_chunks: int) -> None:
-        """Keep no more than so many leading chunks of a request: the next one is lost."""
-        if request.number in self.requests and request.num_kept > num_chunks:
-            self._end_claims(request, request.num_kept - num_chunks)
-            self._note_lack(request, None)
-            self._insert(self._unfinished, request.number)
-
     def lost(self, keys: Collection[OffloadKey]) -> None:
-        """Take in that host memory has lost chunks: requests that claim one look for it again."""
+        """Take in that chunks are gone, or will not come: requests that claim one look again."""
         if not keys or not (gone := self._host.claims.keys() & set(keys)):
             return
         for number in self._claimants.copy():
             request = self.requests[number]
-            kept = enumerate(request.keys[: request.num_kept])
-            if (at := next((i for i, key in kept if key in gone), None)) is not None:
-                self.cut(request, at)
+            if not gone.isdisjoint(islice(request.keys, request.num_kept)):
+                at = next(i for i, key in enumerate(request.keys) if key in gone)
+                self._end_claims(request, request.num_kept - at)
+                self._note_lack(request, None)
+                self._insert(self._unfinished, number)
 
     def serve(self) -> None:
         """Go on with claims; call it once a step."""
@@ -328,7 +323,7 @@ class WaitingQueue:
             elif not fits:
                 break
             elif not (taken := self._claim_idle(request, part[:fits])):
-                if not (host.is_ready(part[0]) or host.moving(part[0])):
+                if not (host.is_ready(part[0]) or host.is_coming(part[0])):
                     break
                 self._claim(request, part[:1])  # it is in flight
                 taken = 1
@@ -479,8 +474,13 @@ class WaitingQueue:
                 uses[key] = uses.get(key, 0) + 1
         held = self._host.bytes_of_all(list(uses))
         of_tenants = [tenant.held_bytes for tenant in self._tenants.values()]
+        host = self._host
         for broken, what in (
-            (uses.keys() != self._host.claims.keys(), "queued requests claim what is kept"),
+            (uses.keys() != host.claims.keys(), "queued requests claim what is kept"),
+            (
+                not all(host.is_ready(key) or host.is_coming(key) for key in uses),
+                "claimed chunks are in host memory, or on their way to it",
+            ),
             (
                 {key: n - 1 for key, n in uses.items() if n > 1} != self._more,
                 "shared claims are counted",

@@ -182,6 +182,38 @@ def test_nothing_kept_outlives_its_request(end):
     manager.check()
 
 
+@pytest.mark.parametrize("begin", ["prepare_store", "begin_load"])
+def test_a_chunk_in_flight_that_does_not_come_is_read_from_another_tier(begin):
+    a, near, far = keys("a", 6), Store(), Store()
+    manager = new_manager(stores=[near, far])
+    near.held.update(a if begin == "begin_load" else ())
+    begun = getattr(manager, begin)(a, ReqContext("running"))
+    queue(manager, "r", a)
+    assert kept(manager, a) == 6
+    manager.complete(getattr(begun, "job", begun), [False] * 6, True, "missing")
+    manager.check()
+    assert kept(manager, a) == 0
+    far.held.update(a)
+    for _ in range(3):
+        manager.serve_queue()
+    read, *_ = manager.take_transfers()
+    assert (read.tier, read.keys) == ("tier1", tuple(a[: len(read.keys)]))
+
+
+def test_nothing_is_kept_for_a_forgotten_chunk_that_a_load_still_uses():
+    a, manager = keys("a", 6), new_manager()
+    put(manager, a)
+    first, second = (manager.begin_load(a, ReqContext(name)) for name in "12")
+    manager.complete(first, [False] * 6, True, "corrupt")
+    queue(manager, "r", a)
+    manager.complete(second, [True] * 6)
+    manager.check()
+    assert kept(manager, a) == 0
+    put(manager, a)
+    manager.serve_queue()
+    assert kept(manager, a) == 6
+
+
 def test_what_an_earlier_request_stores_is_kept_for_later_ones():
     manager = new_manager(slots=64)
     shared = keys("shared", 10)
