@@ -6,7 +6,7 @@ from math import ceil, floor
 from operator import not_
 
 from kvoffload.policies.history import PinnedState
-from kvoffload.policies.ordered_queue import OrderedQueue
+from kvoffload.policies.ordered_queue import OrderedQueue, compact
 
 
 class ARCPolicy:
@@ -101,6 +101,9 @@ class ARCPolicy:
         else:
             self._again.discard(compress(keys, were_again))
             self._once.discard(compress(keys, map(not_, were_again)))
+        if len(keys) > 1:  # each prompt has chunks of both
+            compact(self._again.keys)
+            compact(self._once.keys)
         self._pinned.keep(keys, were_again)
 
     def victims(self, count: int) -> Sequence[bytes]:
