@@ -272,20 +272,31 @@ def _queue_rows() -> list[Row]:
     side, prompts = Side("ours, handicap", manager), range(CAPACITY // QUEUED)
     for number in prompts:
         side.store(new_keys(number * QUEUED, QUEUED))
-    queued, served, ended = list[float](), list[float](), list[float]()
+    queued, served, loading, idle = list[float](), list[float](), list[float](), list[float]()
     for number in prompts:
         keys, context = new_keys(number * QUEUED, QUEUED), ReqContext(f"queued {number}")
         queued.append(_took_s(lambda: manager.request_queued(lambda: keys, context)))  # noqa: B023
         served += [_took_s(manager.serve_queue) for _ in range(QUEUED // PORTION + 1)]
     for number in prompts:
-        context = ReqContext(f"queued {number}")
-        ended.append(_took_s(lambda: manager.request_admitted(context)))  # noqa: B023
+        keys, context = new_keys(number * QUEUED, QUEUED), ReqContext(f"queued {number}")
+        job = manager.begin_load(keys, context) if number % 2 else None
+        took = idle if job is None else loading
+        took.append(_took_s(lambda: manager.request_admitted(context)))  # noqa: B023
+        if job is not None:
+            manager.complete(job, [True] * len(job.keys))
     title = f"a queue of prompts of {QUEUED:,} chunks; {side.name}"
     return [
         row(f"request_queued, {title}", statistics.median(queued) * 1e6, "us", 200, "goal"),
         row(f"serve_queue, {title}", statistics.median(served) * 1e6, "us", 200, "goal"),
         row(f"serve_queue, the longest, {title}", max(served) * 1e6, "us"),
-        row(f"request_admitted, {title}", statistics.median(ended) * 1e6, "us"),
+        row(
+            f"request_admitted, loading, {title}",
+            statistics.median(loading) * 1e6,
+            "us",
+            200,
+            "goal",
+        ),
+        row(f"request_admitted, {title}", statistics.median(idle) * 1e6, "us"),
     ]
 
 
