@@ -24,8 +24,8 @@ from kvoffload.offload.needed_chunks import NeededChunks
 
 PORTION = 256
 """Chunks that one call looks at: a longer prompt gets its claims over several calls."""
-LISTED = 2048
-"""Chunks of new requests after which a call lists no more."""
+LISTED, LISTED_REQUESTS = 2048, 128
+"""Chunks of new requests, and new requests, after which a call lists no more."""
 TRIES = 16
 """Requests that one call looks at: half of them the first in the queue, half of them in turn."""
 AGAIN_S, FIRST = 0.5, 64
@@ -111,7 +111,7 @@ class WaitingQueue:
         """The last request that was looked at."""
         self._look_s = 0.0
         """When to look at requests whose next chunk no tier had."""
-        self._lacking: dict[OffloadKey, list[int]] = {}
+        self._lacking: dict[OffloadKey, dict[int, None]] = {}
         """Chunk → requests that need it next, and are looked at again when it is stored."""
         self._more: dict[OffloadKey, int] = {}
         """How many requests beyond the first have a claim on a chunk."""
@@ -150,15 +150,16 @@ class WaitingQueue:
     def _take_in(self) -> None:
         """List the chunks of newcomers."""
         left = LISTED
-        while self._newcomers and left > 0:
-            number, request = next(iter(self._newcomers.items()))
-            del self._newcomers[number]
+        for number in [*islice(self._newcomers, LISTED_REQUESTS)]:
+            request = self._newcomers.pop(number)
             request.keys = request.list_keys()
             request.num_keys = len(request.keys)
             request.num_here = self._leading_here(request.keys)
-            left -= request.num_keys
             self._unfinished.append(number)
             self.needed.add(number, request.keys)
+            left -= request.num_keys
+            if left <= 0:
+                break
 
     def asked(self, req_id: str) -> None:
         """Note that a request's turn has come, though it may have to wait for blocks."""
@@ -200,11 +201,11 @@ class WaitingQueue:
     def _note_lack(self, request: QueuedRequest, key: OffloadKey | None) -> None:
         if request.lacks is not None:
             numbers = self._lacking[request.lacks]
-            numbers.remove(request.number)
+            del numbers[request.number]
             if not numbers:
                 del self._lacking[request.lacks]
         if key is not None:
-            self._lacking.setdefault(key, []).append(request.number)
+            self._lacking.setdefault(key, {})[request.number] = None
         request.lacks = key
 
     def loads(self, req_id: str, keys: Sequence[OffloadKey]) -> None:

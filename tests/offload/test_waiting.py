@@ -385,6 +385,40 @@ def test_a_queue_of_ten_thousand_long_prompts_takes_a_kibibyte_a_request():
     assert grown <= 64 * 18_000 + 1024 * 10_000
 
 
+def test_to_leave_a_queue_that_lacks_one_chunk_compares_no_request_with_each_other():
+    class Number(int):
+        compared = 0
+        __hash__ = int.__hash__
+
+        def __eq__(self, other):
+            Number.compared += 1
+            return int(self) == int(other)
+
+    manager, lacked = new_manager(), keys("a", 1)
+    manager.waiting._numbers = map(Number, range(1, 1000))
+    for i in range(500):
+        queue(manager, f"{i}", lacked)
+    while manager.waiting._unfinished:
+        manager.serve_queue()
+    Number.compared = 0
+    manager.request_admitted(ReqContext("499"))
+    assert Number.compared < 20
+    manager.check()
+
+
+def test_many_short_prompts_that_come_at_once_are_listed_over_several_steps():
+    manager, listed = new_manager(), []
+    for i in range(1000):
+        manager.request_queued(lambda i=i: listed.append(i) or (), ReqContext(f"{i}"))
+    steps = []
+    while len(listed) < 1000:
+        before = len(listed)
+        manager.serve_queue()
+        steps.append(len(listed) - before)
+    assert max(steps) == 128
+    assert listed == [*range(1000)]
+
+
 def test_requests_that_pass_while_stores_are_told_enough_leave_nothing(monkeypatch):
     monkeypatch.setattr(needed_chunks, "MOST_TOLD", 8)
     manager = new_manager(slots=64, share=0.9)
