@@ -89,6 +89,10 @@ class UseCounter:
         self._manager.touch(used(), context)
         return True
 
+    def has_counted(self, req_id: str) -> bool:
+        """Whether a request has counted, and not ended: it runs, or was preempted."""
+        return req_id in self._counted
+
     def end(
         self,
         context: ReqContext,

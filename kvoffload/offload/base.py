@@ -294,17 +294,19 @@ class Manager(Protocol):
         self,
         list_keys: Callable[[], Sequence[OffloadKey]],
         req_context: ReqContext,
+        was_preempted: bool = False,
     ) -> None:
         """Keep in host memory what a request that waits will need, until it is admitted or ends.
 
-        Requests that queue earlier come first. Running requests get each slot that they need: then
-        the last in the queue gives way.
+        Requests that queue earlier come first, and preempted ones before them. Running requests get
+        each slot that they need: then the last in the queue gives way.
 
         Args:
             list_keys: lists its chunks, head to tail; a :meth:`serve_queue` calls it, if the
                 request waits until then. The caller may add to the list, and change nothing else.
             req_context: of the request; :meth:`request_admitted` or :meth:`retire` names it again.
                 Tenants share what is kept.
+            was_preempted: whether it ran before, and is admitted again before those that wait.
         """
 
     @abstractmethod

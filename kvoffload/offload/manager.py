@@ -476,8 +476,9 @@ class TieredOffloadingManager(OffloadingManager):
         self,
         list_keys: Callable[[], Sequence[OffloadKey]],
         req_context: ReqContext,
+        was_preempted: bool = False,
     ) -> None:
-        self.waiting.add(list_keys, req_context)
+        self.waiting.add(list_keys, req_context, was_preempted)
 
     def request_admitted(self, req_context: ReqContext) -> None:
         if self.waiting.requests:

@@ -93,7 +93,7 @@ class WaitingQueue:
         again."""
         self._share_bytes = self._limit_bytes = int(share * host.capacity_bytes)
         self._held_bytes = 0
-        self._numbers = count(1)
+        self._numbers, self._first_numbers = count(1), count(-1, -1)
         self._number_of: dict[str, int] = {}
         self.requests: dict[int, QueuedRequest] = {}
         """By their number."""
@@ -124,14 +124,20 @@ class WaitingQueue:
 
     # ---- a request's way ----
 
-    def add(self, list_keys: Callable[[], Sequence[OffloadKey]], context: ReqContext) -> None:
-        """Put a request at the end of the queue; one of its name leaves it.
+    def add(
+        self,
+        list_keys: Callable[[], Sequence[OffloadKey]],
+        context: ReqContext,
+        is_first: bool = False,
+    ) -> None:
+        """Put a request at an end of the queue; one of its name leaves it.
 
         Args:
             list_keys: lists its chunks, head to tail; called by the next :meth:`serve`, or a later
                 one, if the request waits until then. The caller may add to the list, and change
                 nothing else.
             context: of the request, with its tenant.
+            is_first: whether it goes to the beginning.
         """
         if context.req_id in self._number_of:
             self.leave(context.req_id)
@@ -142,7 +148,7 @@ class WaitingQueue:
                 (self._too_large,) = self._tenants.values()
             owner = self._tenants[context.tenant] = Tenant(context.tenant)
         owner.num_requests += 1
-        number = next(self._numbers)
+        number = next(self._first_numbers if is_first else self._numbers)
         request = QueuedRequest(number, context, owner, list_keys)
         self.requests[number] = self._newcomers[number] = request
         self._number_of[context.req_id] = number
@@ -155,7 +161,7 @@ class WaitingQueue:
             request.keys = request.list_keys()
             request.num_keys = len(request.keys)
             request.num_here = self._leading_here(request.keys)
-            self._unfinished.append(number)
+            self._insert(self._unfinished, number)
             self.needed.add(number, request.keys)
             left -= request.num_keys
             if left <= 0:

@@ -101,6 +101,23 @@ def test_the_first_in_the_queue_keep_and_the_last_gives_way(policy):
     manager.check()
 
 
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_preempted_request_keeps_before_those_that_came_later(policy):
+    manager = new_manager(policy, slots=40, share=1.0)
+    for name in ("preempted", "waits"):
+        put(manager, keys(name, 16))
+    queue(manager, "waits", keys("waits", 16))
+    manager.request_queued(lambda: keys("preempted", 16), ReqContext("preempted"), True)
+    manager.serve_queue()
+    put(manager, keys("running", 12))
+    put(manager, keys("another", 20))
+    manager.check()
+    assert kept(manager, keys("preempted", 16)) == 16
+    assert kept(manager, keys("waits", 16)) == 4
+    manager.request_admitted(ReqContext("preempted"))
+    assert kept(manager, keys("preempted", 16)) == 0
+
+
 @pytest.mark.parametrize("share", [0.1, 0.5, 1.0])
 def test_claims_keep_to_their_share_and_the_rest_follows_when_there_is_room(share):
     manager = new_manager(slots=100, share=share)

@@ -144,14 +144,15 @@ class LocalConnector:
     def request_queued(self, request: OffloadRequest) -> None:
         """Keep in host memory what a request will load, until it is admitted or ends.
 
-        Call it when the request begins to wait, also after a preemption. Its attribute
-        ``cache_salt``, if it has one, names the tenant. One tenant gets at most half of
-        ``waiting_share`` while requests of other tenants wait.
+        Call it when the request begins to wait, also after a preemption: then it comes first in the
+        queue. Its attribute ``cache_salt``, if it has one, names the tenant. One tenant gets at
+        most half of ``waiting_share`` while requests of other tenants wait.
         """
         state = self._state(request)
         if self._manager.hints(state.context).max_load_tokens != 0:
             list_keys = partial(self._keys_to_load, request, state)
-            self._manager.request_queued(list_keys, state.context)
+            was_preempted = self._uses.has_counted(request.request_id)
+            self._manager.request_queued(list_keys, state.context, was_preempted)
 
     def _keys_to_load(self, request: OffloadRequest, state: RequestState) -> Sequence[OffloadKey]:
         """List the chunks that a load of all of a prompt reads, head to tail."""

@@ -198,7 +198,10 @@ class ManagerAdapter(VllmManager):  # type: ignore[misc]  # untyped base
     # ---- the queue ----
 
     def request_queued(
-        self, list_keys: Callable[[], Sequence[OffloadKey]], req_context: VllmContext
+        self,
+        list_keys: Callable[[], Sequence[OffloadKey]],
+        req_context: VllmContext,
+        was_preempted: bool = False,
     ) -> None:
         """Keep what a request that waits will load; see :meth:`Manager.request_queued`."""
         if req_context.req_id in self._kept_out:
@@ -206,7 +209,7 @@ class ManagerAdapter(VllmManager):  # type: ignore[misc]  # untyped base
         if self.manager is None:
             self._came_before[req_context.req_id] = req_context, list_keys
         else:
-            self.manager.request_queued(list_keys, self._context(req_context))
+            self.manager.request_queued(list_keys, self._context(req_context), was_preempted)
 
     def request_admitted(self, req_id: str) -> None:
         """Note that a request runs; call it after its load has begun."""

@@ -18,6 +18,7 @@ from typing import Any
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import (
     OffloadingConnectorScheduler,
 )
+from vllm.v1.request import RequestStatus
 
 from kvoffload.connectors.builder import make_host_cache, make_manager, tenants_of
 from kvoffload.connectors.jobs import JobTable
@@ -148,10 +149,13 @@ class KVOffloadScheduler(OffloadingConnectorScheduler):  # type: ignore[misc]  #
             self._awaits_reports |= time.monotonic() - self._stepped_s > IDLE_S
         super().on_new_request(request)
         if (status := self._req_status.get(request.request_id)) is not None:
-            wished = self.adapter.hints(status.req_context).max_load_tokens
-            if status.max_load_tokens != 0 and wished != 0:
-                list_keys = partial(self._list_keys, status)
-                self.adapter.request_queued(list_keys, status.req_context)
+            self._queue(status)
+
+    def _queue(self, status: Any, was_preempted: bool = False) -> None:
+        wished = self.adapter.hints(status.req_context).max_load_tokens
+        if status.max_load_tokens != 0 and wished != 0:
+            list_keys = partial(self._list_keys, status)
+            self.adapter.request_queued(list_keys, status.req_context, was_preempted)
 
     def _list_keys(self, status: Any) -> Sequence[OffloadKey]:
         """List the chunks that a load of all of a prompt reads, head to tail."""
@@ -295,6 +299,7 @@ class KVOffloadScheduler(OffloadingConnectorScheduler):  # type: ignore[misc]  #
     def request_finished(self, request: Any) -> tuple[bool, dict[str, Any] | None]:
         """See vLLM; the result goes out with the request's output."""
         delayed, params = super().request_finished(request)
+        self.adapter.request_admitted(request.request_id)  # vLLM's half ends it a step later
         self._logged.discard(request.request_id)
         return delayed, self._explained.finish(request.request_id, params)
 
@@ -308,6 +313,10 @@ class KVOffloadScheduler(OffloadingConnectorScheduler):  # type: ignore[misc]  #
         self.adapter.changes += self._awaits_reports
         self._awaits_reports = False
         self._stepped_s = time.monotonic()
+        for req_id in scheduler_output.preempted_req_ids or ():
+            status = self._req_status.get(req_id)
+            if status is not None and status.req.status == RequestStatus.PREEMPTED:  # still
+                self._queue(status, was_preempted=True)
         manager = self.adapter.manager
         if manager is not None and (manager.waiting.requests or manager.coming.times):
             self.adapter.serve_queue(manager)

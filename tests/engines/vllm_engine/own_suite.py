@@ -38,7 +38,7 @@ class _Mocked:
     def has_room(self, keys):
         return True
 
-    def request_queued(self, list_keys, context):
+    def request_queued(self, list_keys, context, was_preempted=False):
         pass
 
     def request_admitted(self, req_id):

@@ -235,8 +235,9 @@ class RandomLoad:
             return {}
         connector, pool = scheduler.connector, scheduler.kv_cache_manager.block_pool
         half = connector.connector_scheduler
-        adapter = half.adapter
+        adapter, queue = half.adapter, half.adapter.manager.waiting
         self._done["loaded"] = adapter.manager.figures.hit_tokens.total()
+        self._done["kept"] = queue._counts["kept"]
         tables = {
             "requests": half._req_status,
             "vLLM's jobs": half._jobs,
@@ -250,6 +251,10 @@ class RandomLoad:
             "unplaced chunks": adapter.unplaced,
             "requests kept out": adapter._kept_out,
             "jobs to take": adapter._jobs,
+            "queued requests": queue.requests,
+            "claims": adapter.manager._host.claims,
+            "lacking requests": queue._lacking,
+            "chunks that stores keep": queue.needed._told,
         }
         left = {name: len(table) for name, table in tables.items()}
         left["busy slots"] = adapter.manager.busy_slots

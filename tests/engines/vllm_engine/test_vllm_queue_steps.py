@@ -1,6 +1,8 @@
 """The queue under vLLM's own scheduler with both halves, without a model: one request runs."""
 
+import os
 import random
+import signal
 import time
 
 import pytest
@@ -22,12 +24,12 @@ def alone(models, tmp_path):
     """Make halves of an engine that runs one request, and whose GPU memory keeps one prompt."""
     made = []
 
-    def begin(num_slots, *, disk=False, **settings):
+    def begin(num_slots, *, disk=False, num_blocks=CHUNKS + 4, max_num_seqs=1, **settings):
         tier = {"type": "disk", "root": str(tmp_path / "kv"), "min_free": 0}
         extra = {"cpu_bytes": num_slots * SLOT, "blocks_per_chunk": 1, "canary": False}
         extra |= {"weights_id": "w", **settings}
         extra |= {"backends": [tier]} if disk else {}
-        rig = Halves(models("llama"), ours(extra), num_blocks=CHUNKS + 4, max_num_seqs=1)
+        rig = Halves(models("llama"), ours(extra), num_blocks, max_num_seqs)
         made.append(rig.__enter__())
         rig.quiet()
         # These halves compute a prompt at once: on a busy machine no load would be worth its time.
@@ -114,6 +116,35 @@ def test_aborts_in_the_queue_leave_nothing(alone, when):
     at_rest(rig)
 
 
+def test_a_preempted_request_keeps_its_chunks_before_those_that_wait(alone):
+    """GPU memory takes two prompts, and not what both decode."""
+    rig = alone(4 * CHUNKS, num_blocks=2 * (CHUNKS + 1) + 2, max_num_seqs=2)
+    requests = [rig.add(prompt(i), 3 * BLOCK) for i in range(4)]
+    queue, until_s = manager_of(rig).waiting, time.monotonic() + 60
+    while not (preempted := [r for r in requests if r.status == RequestStatus.PREEMPTED]):
+        rig.step()
+        assert time.monotonic() < until_s, "no request is preempted"
+    (first,) = preempted
+    assert min(queue.requests) == queue.get(first.request_id).number
+    for _ in range(3):
+        rig.step()
+    assert queue.get(first.request_id).num_kept >= CHUNKS
+    run(rig, requests)
+    at_rest(rig)
+
+
+def test_a_request_aborted_in_the_queue_leaves_it_at_once(alone):
+    rig = alone(4 * CHUNKS)
+    requests = [rig.add(prompt(i), 8) for i in range(2)]
+    rig.step()
+    queue, (_, waits) = manager_of(rig).waiting, requests
+    assert queue.get(waits.request_id) is not None
+    rig.scheduler.finish_requests([waits.request_id], RequestStatus.FINISHED_ABORTED)
+    assert not queue.requests
+    run(rig, requests)
+    at_rest(rig)
+
+
 def test_a_reset_forgets_the_queue_and_its_requests_are_served(alone):
     rig = filled(alone, 7 * CHUNKS)
     requests = [rig.add(prompt(i), 4) for i in range(10)]
@@ -121,6 +152,34 @@ def test_a_reset_forgets_the_queue_and_its_requests_are_served(alone):
         rig.step()
     rig.scheduler.connector.reset_cache()
     run(rig, requests)
+    at_rest(rig)
+
+
+def test_a_sleep_that_keeps_its_requests_leaves_nothing(alone):
+    """vLLM preempts what runs, resets all caches, and admits it again in the next step."""
+    rig = alone(4 * CHUNKS, disk=True)
+    requests = [rig.add(prompt(i % 3), 8) for i in range(6)]
+    for _ in range(4):
+        rig.step()
+    queue = manager_of(rig).waiting
+    assert rig.scheduler.reset_prefix_cache(True, True)
+    assert not manager_of(rig)._host.claims
+    run(rig, requests)
+    assert not queue.requests
+    at_rest(rig)
+
+
+def test_a_death_of_the_io_process_in_the_queue_leaves_nothing(alone):
+    rig = filled(alone, 7 * CHUNKS, io="process")
+    manager_of(rig).reset_cache()
+    requests, until_s = [rig.add(prompt(i), 8) for i in range(10)], time.monotonic() + 60
+    while not results(rig)["read_early"]:
+        rig.step()
+        assert time.monotonic() < until_s, "nothing is read early"
+    io = rig.worker.connector_worker._spec.io
+    os.kill(io._peer.pid, signal.SIGKILL)
+    run(rig, requests)
+    assert io.died
     at_rest(rig)
 
 

@@ -384,7 +384,10 @@ def test_blocks_given_out_as_a_request_ends_matter(met, monkeypatch, finished, m
 
     monkeypatch.setattr(half._due, "of_step", of_step)
     output = types.SimpleNamespace(
-        total_num_scheduled_tokens=0, num_scheduled_tokens={}, finished_req_ids=finished
+        total_num_scheduled_tokens=0,
+        num_scheduled_tokens={},
+        finished_req_ids=finished,
+        preempted_req_ids=None,
     )
     half.build_connector_meta(output)
     assert asked == [matter]

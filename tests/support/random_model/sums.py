@@ -43,11 +43,18 @@ def tables(connector):
         "counted uses": connector._uses._counted,
         "kept for the queue": host.claims,
         "queued requests": manager.waiting.requests,
+        "requests not listed": manager.waiting._newcomers,
+        "lacking requests": manager.waiting._lacking,
+        "shared claims": manager.waiting._more,
+        "queued tenants": manager.waiting._tenants,
+        "chunks that stores keep": manager.waiting.needed._told,
         "retiring": manager._retirement._in_flight,
     }
     for name, lane in writes._lanes.items():
         found[f"bytes kept for {name}"] = range(writes._kept_bytes[name])
         found[f"waiting for {name}"] = lane.waiting
+    for name, num_bytes in manager._early._kept_bytes.items():
+        found[f"bytes of early reads from {name}"] = range(num_bytes)
     for name, loads in promises._loads.items():
         found[f"late bytes of {name}"] = range(loads.late_bytes)
         found[f"loads in flight from {name}"] = range(loads.in_flight)
@@ -55,6 +62,7 @@ def tables(connector):
         found["I/O jobs"] = client._jobs.unanswered
         found["late I/O jobs"] = client._jobs.late
         found["bytes unsent"] = client._link._out
+        found["kept for the queue in stores"] = client._awaited
         for name, tier in client.tiers.items():
             found[f"being forgotten by {name}"] = tier._forgetting
             found[f"unsent to {name}"] = tier.unsent
