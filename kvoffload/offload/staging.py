@@ -105,7 +105,7 @@ class Staging:
             return ended
         for key, name, fine in zip(keys[::-1], held[::-1], reversed(ok), strict=True):
             source = job.sources.get(key)
-            if source and not fine:
+            if source and not fine and not job.stale:
                 source.forget(key)
                 ended.missed.append(key)
             if name in host.fetching:

@@ -230,6 +230,25 @@ def test_an_answer_after_an_abort_leaves_no_hint_for_the_next_request_of_that_na
     assert manager.prepare_store(keys("new", 3), ReqContext("r")).keys_to_store
 
 
+@pytest.mark.parametrize("begin", ["early read", "load"])
+def test_a_read_that_a_reset_made_stale_says_nothing_of_its_tier(begin):
+    chunks, store = keys("a", 4), Store(keys("a", 4))
+    manager = waiting_manager(store)
+    if begin == "load":
+        jobs = [manager.begin_load(chunks, ReqContext("r"))]
+    else:
+        queue(manager, "r", chunks)
+        step(manager)
+        jobs = step(manager)
+    for job in jobs:
+        job.stale = True
+    manager.reset_cache()
+    for job in jobs:
+        end(manager, job, ok=False)
+    assert manager.lookup_prefix(chunks, ReqContext("s")) == (4, False)
+    assert manager.busy_slots == 0
+
+
 def test_what_one_tier_fails_to_read_is_read_from_the_next():
     chunks = keys("a", 3)
     manager = new_manager(
