@@ -1,7 +1,8 @@
 """Sessions that said when they return: their chunks come from the tiers shortly before.
 
-A session queues as its next request would, in time for its chunks to be read. It leaves the queue
-when a request of it begins, or when it is late. So the queue decides what is kept and read for it.
+A session queues as its next request would, in time for its chunks to be read, and behind all
+requests. It leaves the queue when a request of it begins, or when it is late. So the queue decides
+what is kept and read for it. All sessions there have at most ``hint_share`` of host memory.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,7 +14,7 @@ from kvoffload.metrics.names import RETURN_CHUNKS
 from kvoffload.metrics.samples import Registry
 from kvoffload.offload.base import ReqContext
 from kvoffload.offload.host_cache import HostCache
-from kvoffload.offload.waiting import WaitingQueue
+from kvoffload.offload.waiting import Place, WaitingQueue
 
 MOST_SESSIONS, MOST_CHUNKS = 1 << 13, 1 << 16
 """Of all that are awaited; a session beyond loads when it returns."""
@@ -53,6 +54,9 @@ class ComingSessions:
         """By name: a number, the time of the return, the chunks, and the tenant."""
         self._num_chunks = 0
         self._number = 0
+        self._queued: dict[int, int] = {}
+        """Session in the queue, by number → what it may have of host memory."""
+        self._queued_bytes = 0
 
     def expect(self, name: bytes, keys: Sequence[OffloadKey], in_s: float, tenant: bytes) -> None:
         """Await a session of a tenant; what was said of it before is void."""
@@ -77,7 +81,9 @@ class ComingSessions:
         if (session := self._sessions.pop(name, None)) is not None:
             number, _, keys, _ = session
             self._num_chunks -= len(keys)
-            self._queue.leave(_request_id(number))
+            if num_bytes := self._queued.pop(number, 0):
+                self._queued_bytes -= num_bytes
+                self._queue.leave(_request_id(number))
 
     def told(self, name: bytes, keys: Sequence[OffloadKey]) -> dict[bytes, Sequence[OffloadKey]]:
         """Return the awaited sessions, with their chunks, that a request may be of.
@@ -101,7 +107,7 @@ class ComingSessions:
 
     def serve(self) -> None:
         """Do what is due."""
-        now_s = self._host.now_s()
+        host, now_s = self._host, self._host.now_s()
         while self.times and self.times[0][0] <= now_s:
             _, number, name = heappop(self.times)
             known, due_s, keys, tenant = self._sessions.get(name, (0, 0.0, (), b""))
@@ -111,13 +117,19 @@ class ComingSessions:
                 self._counts["overdue"] += len(keys)
                 self.forget(name)
                 continue
-            context = ReqContext(_request_id(number), tenant=tenant)
-            self._queue.add(partial(tuple, keys), context)
             heappush(self.times, (due_s + LATE_S, number, name))
+            most_bytes = int(host.hint_share * host.capacity_bytes) - self._queued_bytes
+            if fitting := keys[: host.fitting(keys, most_bytes)]:
+                self._queued[number] = num_bytes = host.bytes_of_all(fitting)
+                self._queued_bytes += num_bytes
+                context = ReqContext(_request_id(number), tenant=tenant)
+                self._queue.add(partial(tuple, fitting), context, Place.AWAITED)
 
     def clear(self) -> None:
         """Forget all sessions; the queue is cleared by its owner."""
         self._sessions.clear()
+        self._queued.clear()
+        self._queued_bytes = 0
         self.times.clear()
         self._num_chunks = 0
 

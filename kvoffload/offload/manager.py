@@ -53,7 +53,7 @@ from kvoffload.offload.retirement import Retirement
 from kvoffload.offload.returns import Returns
 from kvoffload.offload.staging import Staging
 from kvoffload.offload.tiers import Tier, WriteThrough
-from kvoffload.offload.waiting import WaitingQueue
+from kvoffload.offload.waiting import Place, WaitingQueue
 
 __all__ = ["CPU", "Tier", "TieredOffloadingManager"]
 
@@ -478,7 +478,8 @@ class TieredOffloadingManager(OffloadingManager):
         req_context: ReqContext,
         was_preempted: bool = False,
     ) -> None:
-        self.waiting.add(list_keys, req_context, was_preempted)
+        place = Place.PREEMPTED if was_preempted else Place.ARRIVED
+        self.waiting.add(list_keys, req_context, place)
 
     def request_admitted(self, req_context: ReqContext) -> None:
         if self.waiting.requests:

@@ -11,6 +11,7 @@ claims take at most half of the share.
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
+from enum import Enum, auto
 from itertools import chain, count, islice
 from operator import indexOf
 
@@ -34,6 +35,17 @@ MAX_REQUESTS = 1 << 16
 """Further requests wait without claims."""
 
 
+class Place(Enum):
+    """Where a request enters the queue."""
+
+    PREEMPTED = auto()
+    """At the beginning: it ran before."""
+    ARRIVED = auto()
+    """Behind the requests that are there."""
+    AWAITED = auto()
+    """Behind all requests: its session said that it returns."""
+
+
 @dataclass(eq=False, slots=True)
 class Tenant:
     """The queued requests of one tenant."""
@@ -51,7 +63,7 @@ class QueuedRequest:
     """A request in the queue."""
 
     number: int
-    """Its place: earlier requests have lower ones."""
+    """Its place: requests that come first have lower ones."""
     context: ReqContext
     tenant: Tenant
     list_keys: Callable[[], Sequence[OffloadKey]]
@@ -93,7 +105,11 @@ class WaitingQueue:
         again."""
         self._share_bytes = self._limit_bytes = int(share * host.capacity_bytes)
         self._held_bytes = 0
-        self._numbers, self._first_numbers = count(1), count(-1, -1)
+        self._numbers = {
+            Place.PREEMPTED: count(-1, -1),
+            Place.ARRIVED: count(1),
+            Place.AWAITED: count(1 << 62),
+        }
         self._number_of: dict[str, int] = {}
         self.requests: dict[int, QueuedRequest] = {}
         """By their number."""
@@ -128,16 +144,16 @@ class WaitingQueue:
         self,
         list_keys: Callable[[], Sequence[OffloadKey]],
         context: ReqContext,
-        is_first: bool = False,
+        place: Place = Place.ARRIVED,
     ) -> None:
-        """Put a request at an end of the queue; one of its name leaves it.
+        """Put a request into the queue; one of its name leaves it.
 
         Args:
             list_keys: lists its chunks, head to tail; called by the next :meth:`serve`, or a later
                 one, if the request waits until then. The caller may add to the list, and change
                 nothing else.
             context: of the request, with its tenant.
-            is_first: whether it goes to the beginning.
+            place: where it enters.
         """
         if context.req_id in self._number_of:
             self.leave(context.req_id)
@@ -148,7 +164,7 @@ class WaitingQueue:
                 (self._too_large,) = self._tenants.values()
             owner = self._tenants[context.tenant] = Tenant(context.tenant)
         owner.num_requests += 1
-        number = next(self._first_numbers if is_first else self._numbers)
+        number = next(self._numbers[place])
         request = QueuedRequest(number, context, owner, list_keys)
         self.requests[number] = self._newcomers[number] = request
         self._number_of[context.req_id] = number

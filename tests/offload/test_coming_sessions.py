@@ -207,6 +207,39 @@ def test_what_became_of_the_chunks_of_a_session_is_counted_and_explained(clock, 
     assert counts == {"told": 24, "kept": 8, "lost": 4, "overdue": 12}
 
 
+@pytest.mark.parametrize("hint_share", [0.25, 0.5])
+def test_sessions_that_say_they_return_at_once_leave_room_to_what_waits(clock, hint_share):
+    """Whether they lie or not: what they hold is a part of host memory, as in its order."""
+    manager = new_manager(100, waiting_share=0.9)
+    manager._host.hint_share = hint_share
+    for i in range(9):
+        put(manager, keys(f"liar{i}", 10))
+        request(manager, f"liar{i}", keys(f"liar{i}", 10), returns_in_s=0, session=f"{i}")
+    put(manager, keys("waits", 10))
+    reads(manager, clock, 101)
+    claimed = len(manager._host.claims)
+    assert 0 < claimed <= 100 * hint_share
+    manager.request_queued(lambda: keys("waits", 10), ReqContext("waits"))
+    manager.serve_queue()
+    assert len(manager._host.claims) == claimed + 10
+    reads(manager, clock, 110)
+    assert len(manager._host.claims) == 10
+
+
+def test_what_an_awaited_session_needs_gives_way_before_what_a_request_waits_for(clock):
+    manager = new_manager(40, waiting_share=1.0)
+    put(manager, keys("comes", 16))
+    request(manager, "comes", keys("comes", 16), returns_in_s=1)
+    put(manager, keys("waits", 16))
+    reads(manager, clock, 101)
+    manager.request_queued(lambda: keys("waits", 16), ReqContext("waits"))
+    reads(manager, clock, 101.25)
+    assert len(manager._host.claims) == 32
+    put(manager, keys("running", 16))
+    manager.check()
+    assert sum(map(manager._host.claims.__contains__, keys("waits", 16))) == 16
+
+
 def test_sessions_that_are_awaited_count_as_their_tenant_s(clock):
     manager = new_manager(40, waiting_share=1.0)
     for name in ("s1", "s2", "other"):

@@ -13,6 +13,7 @@ from kvoffload.offload import needed_chunks
 from kvoffload.offload.base import ReqContext, tenant_id
 from kvoffload.offload.host_cache import HostCache
 from kvoffload.offload.manager import Tier, TieredOffloadingManager
+from kvoffload.offload.waiting import Place
 from kvoffload.policies.handicap import HandicapPolicy
 from kvoffload.policies.kept_order import KeptOrder
 from kvoffload.testing import PolicySuite
@@ -412,7 +413,7 @@ def test_to_leave_a_queue_that_lacks_one_chunk_compares_no_request_with_each_oth
             return int(self) == int(other)
 
     manager, lacked = new_manager(), keys("a", 1)
-    manager.waiting._numbers = map(Number, range(1, 1000))
+    manager.waiting._numbers[Place.ARRIVED] = map(Number, range(1, 1000))
     for i in range(500):
         queue(manager, f"{i}", lacked)
     while manager.waiting._unfinished:
