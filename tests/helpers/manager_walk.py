@@ -251,6 +251,17 @@ class Walk(ManagerTruth):
         self.manager.request_admitted(context)
         assert self.manager.waiting.get(context.req_id) is None
 
+    def preempt(self, which):
+        """A queued request runs without a load, is preempted, and queues before the others."""
+        if not self.queued:
+            return
+        prompt, context = self.queued[which % len(self.queued)]
+        self.manager.request_admitted(context)
+        self.manager.request_queued(lambda: KEYS[prompt], context, was_preempted=True)
+        waiting = self.manager.waiting
+        queued = waiting.get(context.req_id)
+        assert queued is None or queued.number == min(waiting.requests)
+
     def abort(self, which):
         if self.queued:
             prompt, context = self.queued.pop(which % len(self.queued))

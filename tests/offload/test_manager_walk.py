@@ -87,6 +87,10 @@ class ManagerMachine(RuleBasedStateMachine):
         self.walk.serve_queue()
 
     @rule(which=st.integers(0, 9))
+    def preempt(self, which):
+        self.walk.preempt(which)
+
+    @rule(which=st.integers(0, 9))
     def admit(self, which):
         self.walk.admit(which)
 
@@ -232,7 +236,7 @@ def random_steps(walk, rng, steps):
         hint = rng.choice(HINTS) if rng.random() < 0.3 else None
         if rng.random() < 0.1:
             walk.answer_again(rng.randrange(20))
-        match rng.randrange(25):
+        match rng.randrange(26):
             case 20 | 21:
                 walk.queue(prompt, rng.choice(TENANTS), hint)
             case 22:
@@ -241,6 +245,8 @@ def random_steps(walk, rng, steps):
                 walk.abort(a)
             case 24:
                 walk.serve_queue()
+            case 25:
+                walk.preempt(a)
             case 0 | 1 | 2 | 3:
                 walk.load(prompt, i, hint)
             case 4 | 5 | 6:
