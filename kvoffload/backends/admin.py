@@ -16,6 +16,7 @@ from types import MappingProxyType
 from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 from kvoffload.backends.base import Backend
+from kvoffload.config import human_bytes
 from kvoffload.errors import ConfigError
 
 MEASURED_BYTES = 2 << 20
@@ -272,3 +273,19 @@ async def measure(backend: Backend) -> list[tuple[int, float]]:
         return measured
     finally:
         await backend.remove(keys)
+
+
+async def throughput(backend: Backend, if_failed: str, if_slow: str) -> list[Finding]:
+    """Return what :func:`measure` finds, with a store's own remedies."""
+    findings = []
+    for what, (failed, per_s) in zip(("store", "load"), await measure(backend), strict=True):
+        detail = f"{what}: {human_bytes(per_s)}/s with chunks of {human_bytes(MEASURED_BYTES)}"
+        failure = f"{failed} of {MEASURED_CHUNKS} chunks failed; {detail}"
+        finding = first_of(
+            "throughput",
+            (failed, "failed", failure, if_failed),
+            (per_s < SLOW_BYTES_PER_S, "warning", detail, if_slow),
+            (True, "ok", detail, ""),
+        )
+        findings.append(finding)
+    return findings

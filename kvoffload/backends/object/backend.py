@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from kvoffload.backends.admin import Finding
+from kvoffload.backends.admin import Finding, throughput
 from kvoffload.backends.base import Described, ReadResult, Usage, check_lengths
 from kvoffload.backends.blocking_pool import BlockingPool, run_once, start_once
 from kvoffload.backends.header import Header, check_key, parse_header
@@ -31,7 +31,7 @@ from kvoffload.backends.object import naming
 from kvoffload.backends.object.admin import ObjectAdmin, described
 from kvoffload.backends.object.bucket import Bucket, Incoming, Stored
 from kvoffload.backends.object.bytes_in_flight import InFlightBytes, Kind
-from kvoffload.backends.object.doctor import examine, throughput
+from kvoffload.backends.object.doctor import IF_FAILED, IF_SLOW, examine
 from kvoffload.backends.object.failures import CANCELLED, TIMEOUT, Failed
 from kvoffload.backends.object.manifest_index import ManifestIndex
 from kvoffload.backends.object.options import ObjectOptions, weaknesses
@@ -353,7 +353,7 @@ class ObjectBackend(ThreadedBackend, ObjectAdmin):
         """Examine the bucket; then store and load, if nothing failed."""
         findings = await self._apart(examine)
         if not any(finding.verdict == "failed" for finding in findings):
-            findings += await throughput(self)
+            findings += await throughput(self, IF_FAILED, IF_SLOW)
         return findings
 
     def _renew_facts(self) -> None:

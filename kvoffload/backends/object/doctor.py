@@ -6,25 +6,16 @@ import statistics
 import time
 from collections.abc import Callable
 
-from kvoffload.backends.admin import (
-    MEASURED_BYTES,
-    MEASURED_CHUNKS,
-    SLOW_BYTES_PER_S,
-    Finding,
-    Verdict,
-    duration,
-    first_of,
-    measure,
-)
-from kvoffload.backends.base import Backend
+from kvoffload.backends.admin import Finding, duration, first_of
 from kvoffload.backends.object.admin import Operator
 from kvoffload.backends.object.bucket import Bucket, proxy
 from kvoffload.backends.object.failures import Failed, Failure
 from kvoffload.backends.object.naming import PROBE
 from kvoffload.backends.object.options import is_in_the_clear, weaknesses
-from kvoffload.config import human_bytes
 
 MOST_SKEW_S = 60.0
+IF_FAILED = "slower than timeout_s allows, or busy"
+IF_SLOW = "larger chunks, more threads; recomputing may be faster"
 _FAR_S = 0.05
 """A longer round trip makes lookups of long prompts late."""
 _ROUND_TRIPS = 10
@@ -146,20 +137,3 @@ def _check_lifecycle(operator: Operator) -> Finding:
 
 def _explained(check: str, failure: Failure) -> Finding:
     return Finding(check, "failed", str(failure), failure.remedy)
-
-
-async def throughput(backend: Backend) -> list[Finding]:
-    """Store and load some chunks."""
-    findings = []
-    for what, (failed, per_s) in zip(("store", "load"), await measure(backend), strict=True):
-        detail = f"{what}: {human_bytes(per_s)}/s with chunks of {human_bytes(MEASURED_BYTES)}"
-        verdict: Verdict = "ok"
-        remedy = ""
-        if failed:
-            verdict, detail = "failed", f"{failed} of {MEASURED_CHUNKS} chunks failed; {detail}"
-            remedy = "slower than timeout_s allows, or busy"
-        elif per_s < SLOW_BYTES_PER_S:
-            verdict = "warning"
-            remedy = "larger chunks, more threads; recomputing may be faster"
-        findings.append(Finding("throughput", verdict, detail, remedy))
-    return findings

@@ -18,7 +18,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 
-from kvoffload.backends.admin import Finding
+from kvoffload.backends.admin import Finding, throughput
 from kvoffload.backends.base import Described, ReadResult, Usage, check_lengths
 from kvoffload.backends.blocking_pool import BlockingPool, start_once
 from kvoffload.backends.header import NOT_DAMAGED, check_key, namespace_digest
@@ -29,7 +29,7 @@ from kvoffload.backends.redis.background import Background
 from kvoffload.backends.redis.bounds import Request
 from kvoffload.backends.redis.chunk_io import ChunkIO
 from kvoffload.backends.redis.connection import Lost
-from kvoffload.backends.redis.doctor import examine, throughput
+from kvoffload.backends.redis.doctor import IF_FAILED, IF_SLOW, examine
 from kvoffload.backends.redis.namespace_info import NamespaceInfo, namespace_prefix
 from kvoffload.backends.redis.namespace_scan import described
 from kvoffload.backends.redis.node import Node
@@ -240,7 +240,7 @@ class RedisBackend(ThreadPoolBackend, RedisAdmin):
         """Examine the servers; then store and load, if nothing failed."""
         findings = await self._apart(examine)
         if not any(finding.verdict == "failed" for finding in findings):
-            findings += await throughput(self)
+            findings += await throughput(self, IF_FAILED, IF_SLOW)
         return findings
 
     # ---- servers -------------------------------------------------------------------------------

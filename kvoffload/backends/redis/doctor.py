@@ -8,15 +8,7 @@ import statistics
 import time
 from collections.abc import Mapping, Sequence
 
-from kvoffload.backends.admin import (
-    MEASURED_BYTES,
-    MEASURED_CHUNKS,
-    SLOW_BYTES_PER_S,
-    Finding,
-    Verdict,
-    measure,
-)
-from kvoffload.backends.base import Backend
+from kvoffload.backends.admin import Finding
 from kvoffload.backends.redis.admin import Operator, count_of
 from kvoffload.backends.redis.connection import Address, Connection, Lost
 from kvoffload.backends.redis.discovery import ask, masters
@@ -30,6 +22,8 @@ OLDEST = (6, 2)
 """The first version with GETEX, which reads a chunk and prolongs its life in one command."""
 _RIGHTS = "~kvoffload:* +getex +psetex +exists +pexpire +unlink +ping +info"
 """The rights of an engine's user."""
+IF_FAILED = "full, or slower than timeout_s and min_bandwidth allow"
+IF_SLOW = "recomputing may be faster; look at the network and the server's load"
 _PINGS = 50
 _DETAIL_CHARS = 1000
 _HIDE_CHARS = 4
@@ -201,23 +195,6 @@ def _check_info(info: Mapping[str, str]) -> list[Finding]:
         if applies:
             found.setdefault(finding.check, finding)
     return list(found.values())
-
-
-async def throughput(backend: Backend) -> list[Finding]:
-    """Store and load some chunks."""
-    findings = []
-    for what, (failed, per_s) in zip(("store", "load"), await measure(backend), strict=True):
-        detail = f"{what}: {human_bytes(per_s)}/s with chunks of {human_bytes(MEASURED_BYTES)}"
-        verdict: Verdict = "ok"
-        remedy = ""
-        if failed:
-            verdict, detail = "failed", f"{failed} of {MEASURED_CHUNKS} chunks failed; {detail}"
-            remedy = "full, or slower than timeout_s and min_bandwidth allow"
-        elif per_s < SLOW_BYTES_PER_S:
-            verdict = "warning"
-            remedy = "recomputing may be faster; look at the network and the server's load"
-        findings.append(Finding("throughput", verdict, detail, remedy))
-    return findings
 
 
 def _is_local(address: Address) -> bool:

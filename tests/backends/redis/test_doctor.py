@@ -9,6 +9,7 @@ import socket
 import pytest
 from redis_fakes import FakeRedis, bulk, polite
 
+from kvoffload.backends.admin import throughput
 from kvoffload.backends.memory import MemoryBackend, MemoryOptions
 from kvoffload.backends.redis import doctor as redis_doctor
 from kvoffload.backends.redis.admin import Operator
@@ -45,7 +46,7 @@ async def examined(answer, host="127.0.0.1", **settings):
         findings = await asyncio.to_thread(redis_doctor.examine, Operator(access))
         if not any(finding.verdict == "failed" for finding in findings):
             backend = MemoryBackend(MemoryOptions(), "doctor")
-            findings += await redis_doctor.throughput(backend)
+            findings += await throughput(backend, redis_doctor.IF_FAILED, redis_doctor.IF_SLOW)
         return findings
 
 
@@ -203,7 +204,7 @@ async def test_transfers_are_measured_and_their_chunks_removed(
     monkeypatch.setattr(redis_doctor.time, "perf_counter", lambda: next(readings))
     backend = Measured(MemoryOptions(), "doctor")
     backend.refused = refused
-    findings = await redis_doctor.throughput(backend)
+    findings = await throughput(backend, redis_doctor.IF_FAILED, redis_doctor.IF_SLOW)
     assert [finding.verdict for finding in findings] == verdicts
     assert findings[0].detail.startswith(detail)
     assert all(bool(f.remedy) == (f.verdict != "ok") for f in findings)

@@ -15,7 +15,6 @@ import pytest
 from kvoffload import open_backend
 from kvoffload.backends import admin
 from kvoffload.backends.memory import MemoryBackend, MemoryOptions
-from kvoffload.backends.redis import doctor as redis_doctor
 from kvoffload.cli.main import main
 from kvoffload.testing.backends import filled, keys_of
 from tests.support.redis_engine import PATIENT
@@ -191,7 +190,7 @@ async def test_a_doctor_measures_transfers_without_the_time_to_connect(monkeypat
     backend = SlowToConnect()
     clock = SimpleNamespace(perf_counter=lambda: backend.now_s)
     monkeypatch.setattr(admin, "time", clock)
-    findings = await redis_doctor.throughput(backend)
+    findings = await admin.throughput(backend, "", "")
     assert [finding.detail.split(" with")[0] for finding in findings] == [
         "store: 320.0 MiB/s",
         "load: 320.0 MiB/s",
