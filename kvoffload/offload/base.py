@@ -74,14 +74,13 @@ def tenant_id(salt: object) -> bytes:
     return hashlib.sha256(text).digest()[:16] if text else b""
 
 
-def tenant_of(req_context: "ReqContext | None") -> bytes:
-    """Return the request's tenant; empty without a context."""
-    return req_context.tenant if req_context else b""
+NO_REQUEST = ReqContext()
+"""Stands for all calls without a context."""
 
 
 def request_id(req_context: ReqContext | None) -> str:
     """Return the request's name; "" without a context."""
-    return req_context.req_id if req_context else ""
+    return (req_context or NO_REQUEST).req_id
 
 
 class Reason(StrEnum):

@@ -6,14 +6,15 @@ that is kept for the queue.
 """
 
 from collections import Counter
-from collections.abc import Callable, Collection, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from itertools import takewhile
 
 from kvoffload.messages import BackendLoadStoreSpec, CPULoadStoreSpec, OffloadKey
 from kvoffload.metrics.names import QUEUE_CHUNKS
 from kvoffload.metrics.samples import Registry
-from kvoffload.offload.base import Job, ReqContext
+from kvoffload.offload.base import ReqContext
 from kvoffload.offload.host_cache import HostCache
+from kvoffload.offload.in_flight import JobsInFlight
 from kvoffload.offload.job import EarlyRead
 from kvoffload.offload.promises import Promises
 from kvoffload.offload.tiers import Tier, first_holder
@@ -40,7 +41,6 @@ class EarlyReads:
             ones.
         promises: knows what each tier loads for running requests.
         jobs: the manager's jobs in flight.
-        new_id: returns a job's number.
         figures: counts the chunks that were read.
     """
 
@@ -52,8 +52,7 @@ class EarlyReads:
         stored_on: Callable[[ReqContext], tuple[str, ...] | None],
         take_slots: Callable[[Sequence[OffloadKey]], tuple[list[int], object]],
         promises: Promises,
-        jobs: MutableMapping[int, Job],
-        new_id: Callable[[], int],
+        jobs: JobsInFlight,
         figures: Registry,
     ) -> None:
         self._host = host
@@ -63,12 +62,9 @@ class EarlyReads:
         self._take_slots = take_slots
         self._promises = promises
         self._jobs = jobs
-        self._new_id = new_id
         self._most_bytes = min(MOST_BYTES, host.capacity_bytes // PART)
         self._kept_bytes: Counter[str] = Counter()
         """Tier → host memory of its reads in flight, and of answered ones that may still write."""
-        self.begun: list[EarlyRead] = []
-        """Reads begun since they were last taken."""
         self._counts = figures.counter(QUEUE_CHUNKS, "read_early")
 
     def read_more(self, request: QueuedRequest) -> bool:
@@ -134,14 +130,14 @@ class EarlyReads:
         self._host.fetching.update(zip(keys, slots, strict=True))
         self._queue.claim_read(request, keys)
         spec, source = CPULoadStoreSpec(slots), BackendLoadStoreSpec(tier.name, keys)
-        spec.job_id = job_id = self._new_id()
+        job_id = self._jobs.new_id()
         num_bytes = self._host.bytes_of_all(keys)
         sources = dict.fromkeys(keys, tier)
         job = EarlyRead(
             job_id,
             source.keys,
             spec,
-            source,
+            (source, spec),
             tier.name,
             sources,
             num_bytes,
@@ -150,13 +146,7 @@ class EarlyReads:
         )
         self._kept_bytes[tier.name] += num_bytes
         self._promises.reads_early(tier.name, num_bytes)
-        self._jobs[job_id] = job
-        self.begun.append(job)
-
-    def take(self) -> list[EarlyRead]:
-        """Return the reads begun since the last call."""
-        taken, self.begun = self.begun, []
-        return taken
+        self._jobs.begin(job)
 
     def ended(
         self, job: EarlyRead, ok: Sequence[bool], settled: bool, arrived: Collection[OffloadKey]

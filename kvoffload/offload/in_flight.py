@@ -4,10 +4,19 @@ import logging
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from itertools import count
 from typing import TypeVar
 
 from kvoffload.messages import OffloadKey
-from kvoffload.offload.base import Job, LoadJob, ReqContext, StoreJob, request_id
+from kvoffload.offload.base import (
+    EarlyRead,
+    Job,
+    LoadJob,
+    ReqContext,
+    StoreJob,
+    WriteJob,
+    request_id,
+)
 
 log = logging.getLogger(__name__)
 J = TypeVar("J", LoadJob, StoreJob)
@@ -26,6 +35,14 @@ class JobsInFlight(dict[int, Job]):
     def __init__(self, counters: Counter[str]) -> None:
         super().__init__()
         self._counters = counters
+        self.new_id = count(1).__next__
+        self.begun: list[WriteJob | EarlyRead] = []
+        """Those of the manager's own account, since they were last taken."""
+
+    def begin(self, job: WriteJob | EarlyRead) -> None:
+        """Note a job that the manager has begun on its own account."""
+        self[job.id] = job
+        self.begun.append(job)
 
     def take_parts(
         self, kind: type[J], keys: Iterable[OffloadKey], req_context: ReqContext | None

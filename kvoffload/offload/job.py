@@ -122,20 +122,16 @@ class StoreJob(Job):
 class WriteJob(Job):
     """Write-through of stored chunks to a tier, begun by the manager on its own account.
 
-    Carry it out with a handler for ``(type(spec), type(dst))``.
+    Carry it out with a handler for the types of its ``ends``.
     """
 
-    dst: BackendLoadStoreSpec
+    ends: tuple[CPULoadStoreSpec, BackendLoadStoreSpec]
+    """The source and the destination."""
     tier: str
     store: Tier
     """The tier that was meant: another store may have replaced it meanwhile."""
     num_bytes: int
     """Host memory that the write keeps."""
-
-    @property
-    def ends(self) -> tuple[CPULoadStoreSpec, BackendLoadStoreSpec]:
-        """The source and the destination."""
-        return self.spec, self.dst
 
     def unsettled_slots(self, ok: Sequence[bool]) -> list[int]:
         """Return all slots: a late write may still read each of them."""
@@ -147,11 +143,12 @@ class WriteJob(Job):
 class EarlyRead(Job):
     """Chunks that a tier reads into host memory for a request in the queue.
 
-    The manager begins it on its own account. Carry it out with a handler for
-    ``(type(src), type(spec))``.
+    The manager begins it on its own account. Carry it out with a handler for the types of its
+    ``ends``.
     """
 
-    src: BackendLoadStoreSpec
+    ends: tuple[BackendLoadStoreSpec, CPULoadStoreSpec]
+    """The source and the destination."""
     tier: str
     sources: Mapping[OffloadKey, Tier]
     """Chunk → the tier that it comes from."""
@@ -160,8 +157,3 @@ class EarlyRead(Job):
     request: QueuedRequest
     tiers: tuple[str, ...] | None
     """Names of the tiers that chunks of the request may be stored on; None: all."""
-
-    @property
-    def ends(self) -> tuple[BackendLoadStoreSpec, CPULoadStoreSpec]:
-        """The source and the destination."""
-        return self.src, self.spec

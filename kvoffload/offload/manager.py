@@ -9,13 +9,13 @@ Nothing here does I/O. Each transfer is one job, which the caller answers once w
 """
 
 from collections.abc import Callable, Collection, Iterable, Sequence
-from itertools import count
 
 from kvoffload.config import HARMLESS_HINTS
 from kvoffload.errors import UsageError
 from kvoffload.metrics.names import HOST
 from kvoffload.offload.admission import make_filter
 from kvoffload.offload.base import (
+    NO_REQUEST,
     CPULoadStoreSpec,
     Job,
     LoadJob,
@@ -28,7 +28,6 @@ from kvoffload.offload.base import (
     StoreJob,
     WriteJob,
     request_id,
-    tenant_of,
 )
 from kvoffload.offload.coming_sessions import ComingSessions
 from kvoffload.offload.early_reads import EarlyReads
@@ -109,14 +108,13 @@ class TieredOffloadingManager(OffloadingManager):
         self._events = EventLog(self.counters, self.figures.removals)
         self._jobs = JobsInFlight(self.counters)
         self._num_resets = 0
-        self._job_ids = count(1)
         self.unexpected = self._jobs.unexpected
         """Counts and logs an answer that fits no job; takes the words for the answer."""
         limit_bytes = max_persisting_slots * host.slot_bytes
         self._late: dict[int, LoadJob | WriteJob | EarlyRead] = {}
         """Answered jobs for which a tier may still access host memory."""
         self._write_through = WriteThrough(
-            host, limit_bytes, self._not_stored, self._jobs, self._job_ids, self._dropped
+            host, limit_bytes, self._not_stored, self._jobs, self._dropped
         )
         self._write_through.use(self.tiers)
         self._passthrough = PassThrough(host, self._write_through, promote)
@@ -134,7 +132,6 @@ class TieredOffloadingManager(OffloadingManager):
             self._reserve,
             self.promises,
             self._jobs,
-            self._job_ids.__next__,
             self.figures,
         )
         self.waiting.read_more = self._early.read_more
@@ -208,12 +205,12 @@ class TieredOffloadingManager(OffloadingManager):
         if slots is not None:
             spec, sources, covered = CPULoadStoreSpec(slots), dict[OffloadKey, Tier](), tuple(keys)
         else:
-            self._host.own(keys, tenant_of(req_context))
+            self._host.own(keys, (req_context or NO_REQUEST).tenant)
             spec, sources = self._staging.plan(keys, self._tiers_of(req_context))
             self._host.disown(keys)
             covered = tuple(keys[: len(spec.block_ids)])
             self.counters["load_refused"] += len(keys) - len(covered)
-        spec.job_id = next(self._job_ids)
+        spec.job_id = self._jobs.new_id()
         job = LoadJob(spec.job_id, covered, spec, req_context, len(keys), hints.tiers, sources)
         if covered:
             if self.waiting.requests:
@@ -295,17 +292,18 @@ class TieredOffloadingManager(OffloadingManager):
         # Named keys that are absent need no protection; mostly all of them are absent.
         protected = keys if len(new) < len(keys) else ()
         fitting = new if self._caching else self._passthrough.fitting(new)
-        self._host.own(fitting, tenant_of(req_context))
+        self._host.own(fitting, (req_context or NO_REQUEST).tenant)
         slots, evicted = self._reserve(fitting, protected)
         refused = tuple(new[len(slots) :])
-        self._host.disown(refused)
-        if self._caching and refused:
-            self.drop(refused)
-            refused = ()
+        if refused:
+            self._host.disown(refused)
+            if self._caching:
+                self.drop(refused)
+                refused = ()
         spec = CPULoadStoreSpec(slots)
         if not slots:
             return PrepareStoreOutput((), spec, tuple(evicted), refused) if refused else None
-        spec.job_id = next(self._job_ids)
+        spec.job_id = self._jobs.new_id()
         job = StoreJob(spec.job_id, tuple(new[: len(slots)]), spec, req_context, hints.tiers)
         self._jobs[job.id] = job
         self._host.incoming.update(zip(job.keys, slots, strict=True))
@@ -417,10 +415,11 @@ class TieredOffloadingManager(OffloadingManager):
     # ---- write-through, events, reset ----
 
     def has_transfers(self) -> bool:
-        return bool(self._write_through.begun or self._early.begun)
+        return bool(self._jobs.begun)
 
     def take_transfers(self) -> list[WriteJob | EarlyRead]:
-        return [*self._write_through.take(), *self._early.take()]
+        taken, self._jobs.begun = self._jobs.begun, []
+        return taken
 
     def _dropped(self, keys: Sequence[OffloadKey]) -> None:
         self._events.reasons.note(keys, DROPPED)
@@ -486,11 +485,11 @@ class TieredOffloadingManager(OffloadingManager):
             self.waiting.leave(req_context.req_id)
 
     def serve_queue(self) -> bool:
-        num_begun = len(self._early.begun)
+        num_begun = len(self._jobs.begun)
         if self.coming.times:
             self.coming.serve()
         self.waiting.serve()
-        return len(self._early.begun) > num_begun
+        return len(self._jobs.begun) > num_begun
 
     def _read_s(self, keys: Sequence[OffloadKey]) -> float:
         """Return how long reading chunks takes, from the first tier of which it is known."""
@@ -510,7 +509,8 @@ class TieredOffloadingManager(OffloadingManager):
             self.promises.forget(req_context.req_id)
         self._retirement.retire(keys)
         if hints is not NO_HINTS or self.returns.are_told:
-            self.returns.ended(keys, hints, request_id(req_context), tenant_of(req_context))
+            request = req_context or NO_REQUEST
+            self.returns.ended(keys, hints, request.req_id, request.tenant)
 
     # ---- self-check ----
 

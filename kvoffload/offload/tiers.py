@@ -2,7 +2,7 @@
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import takewhile
@@ -13,8 +13,9 @@ from kvoffload.backends.base import Removal
 from kvoffload.messages import BackendLoadStoreSpec, CPULoadStoreSpec, OffloadKey
 from kvoffload.metrics.names import INFLIGHT_BYTES, WAITING_CHUNKS
 from kvoffload.metrics.samples import Sample
-from kvoffload.offload.base import Job, WriteJob
+from kvoffload.offload.base import WriteJob
 from kvoffload.offload.host_cache import HostCache
+from kvoffload.offload.in_flight import JobsInFlight
 
 log = logging.getLogger(__name__)
 
@@ -130,7 +131,6 @@ class WriteThrough:
             share, so that a tier that hangs does not block the rest.
         lost: counts the chunks that are not written, by tier and reason.
         jobs: gets each transfer that has begun.
-        job_ids: numbers for transfers.
         dropped: called with the chunks that will not be written.
     """
 
@@ -139,8 +139,7 @@ class WriteThrough:
         host: HostCache,
         limit_bytes: int,
         lost: Counter[tuple[str, str]],
-        jobs: MutableMapping[int, Job],
-        job_ids: Iterator[int],
+        jobs: JobsInFlight,
         dropped: Callable[[Sequence[OffloadKey]], None],
     ) -> None:
         self._host = host
@@ -148,10 +147,7 @@ class WriteThrough:
         self._lost = lost
         self._dropped = dropped
         self._lanes: dict[str, _Lane] = {}
-        self.begun: list[WriteJob] = []
-        """Transfers begun since they were last taken."""
         self._jobs = jobs
-        self._job_ids = job_ids
         self._kept_bytes: Counter[str] = Counter()
         """Tier → bytes of its transfers in flight, and of answered ones for which it may read."""
 
@@ -219,23 +215,19 @@ class WriteThrough:
         if batch:
             source = CPULoadStoreSpec(slots)
             target = BackendLoadStoreSpec(name, batch, host.tenants_of(batch))
-            source.job_id = job_id = next(self._job_ids)
+            job_id = self._jobs.new_id()
             self._kept_bytes[name] = kept_bytes
             num_bytes = kept_bytes - before
-            transfer = WriteJob(job_id, target.keys, source, target, name, lane.tier, num_bytes)
-            self._jobs[job_id] = transfer
-            self.begun.append(transfer)
+            transfer = WriteJob(
+                job_id, target.keys, source, (source, target), name, lane.tier, num_bytes
+            )
+            self._jobs.begin(transfer)
 
     def _drop(self, lane: _Lane, keys: Sequence[OffloadKey]) -> None:
         for key in keys:
             del lane.waiting[key]
         self._lost[lane.tier.name, "back_pressure"] += len(keys)
         self._dropped(keys)
-
-    def take(self) -> list[WriteJob]:
-        """Return the transfers begun since the last call."""
-        taken, self.begun = self.begun, []
-        return taken
 
     def settled(self, transfer: WriteJob) -> None:
         """Take in that nothing reads for an answered transfer any more.
