@@ -38,8 +38,7 @@ def groups_of(*kinds, per_chunk=1):
 
 def keys_of(groups, tokens):
     keys = [[] for _ in groups.all]
-    for group in groups.all:
-        group.extend_keys(keys[group.index], [bytes([i]) * 32 for i in range(tokens // BLOCK)])
+    groups.extend_keys(keys, [bytes([i]) * 32 for i in range(tokens // BLOCK)])
     return keys
 
 
@@ -228,10 +227,10 @@ def test_chunks_of_a_window_are_as_large_as_can_be_whole_in_it(size, per_chunk, 
 
 
 def test_keys_are_added_for_chunks_that_are_full():
-    (group,) = groups_of(FULL, per_chunk=3).all
+    groups = groups_of(FULL, per_chunk=3)
     hashes, keys = [bytes([i]) * 32 for i in range(8)], []
     for number, chunks in ((2, 0), (3, 1), (5, 1), (6, 2), (8, 2)):
-        group.extend_keys(keys, hashes[:number])
+        groups.extend_keys([keys], hashes[:number])
         assert keys == [make_offload_key(hashes[i], 0) for i in (2, 5)[:chunks]]
     undescribed = ChunkGroups(kinds_of_groups(BLOCK, None), 3)
     assert keys_of(undescribed, 24) == [keys]

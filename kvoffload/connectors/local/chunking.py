@@ -113,19 +113,13 @@ class ChunkGroup:
                 while per_chunk % self.per_chunk:
                     self.per_chunk -= 1
         self.chunk_tokens = self.per_chunk * self.block_size
-        self._hashes_per_chunk = self.per_chunk * kind.hashes_per_block
+        self.hashes_per_chunk = self.per_chunk * kind.hashes_per_block
 
     def _whole_in_window(self) -> bool:
         # Far enough into a sequence that windows have left the start behind.
         chunks = range(64, 128)
         tokens = self.per_chunk * self.block_size
         return all(self.kind.first_needed((i + 1) * tokens) <= i * self.per_chunk for i in chunks)
-
-    def extend_keys(self, keys: list[OffloadKey], hashes: Sequence[bytes]) -> None:
-        """Add the keys of chunks that have become full; each is named by its last block's hash."""
-        every = self._hashes_per_chunk
-        for chunk in range(len(keys), len(hashes) // every):
-            keys.append(make_offload_key(hashes[(chunk + 1) * every - 1], self.index))
 
     def needed(self, start: int, end: int) -> range:
         """Return the blocks to load so that tokens from ``end`` on can be computed.
@@ -179,6 +173,16 @@ class ChunkGroups:
     def aligned(self, tokens: int) -> int:
         """Return the last token at or before this one at which all groups' blocks end."""
         return tokens - tokens % self.alignment
+
+    def extend_keys(self, keys: Sequence[list[OffloadKey]], hashes: Sequence[bytes]) -> None:
+        """Add, for each group, the keys of a request's chunks that have become full.
+
+        A chunk is named by its last block's hash.
+        """
+        for group in self.offloaded:
+            of_group, every = keys[group.index], group.hashes_per_chunk
+            for chunk in range(len(of_group), len(hashes) // every):
+                of_group.append(make_offload_key(hashes[(chunk + 1) * every - 1], group.index))
 
     # ---- what was loaded ----
 

@@ -157,7 +157,7 @@ class LocalConnector:
     def _keys_to_load(self, request: OffloadRequest, state: RequestState) -> Sequence[OffloadKey]:
         """List the chunks that a load of all of a prompt reads, head to tail."""
         groups = self._groups
-        self._extend_keys(request, state)
+        groups.extend_keys(state.keys, request.block_hashes)
         if groups.keeps_prefixes:
             return state.keys[groups.offloaded[0].index]
         return groups.used(state.keys, groups.aligned(request.num_tokens - 1))
@@ -196,7 +196,7 @@ class LocalConnector:
             limit = min(limit, start + most)
         if groups.aligned(limit) <= start:
             return 0
-        self._extend_keys(request, state)
+        self._groups.extend_keys(state.keys, request.block_hashes)
         end, pending = self._search(state, limit, waits=True)
         if pending:
             now_s = time.monotonic()
@@ -315,7 +315,7 @@ class LocalConnector:
         )
         if not pieces:
             return
-        self._extend_keys(request, state)
+        self._groups.extend_keys(state.keys, request.block_hashes)
         given.check_pieces(pieces, state.keys, block_ids, self._num_blocks)
         self._count_use(state, 0)
         piece_of = {state.keys[piece.group][piece.chunk]: piece for piece in pieces}
@@ -413,7 +413,7 @@ class LocalConnector:
         See :meth:`kvoffload.offload.base.Manager.explain`; for people, not for every step.
         """
         known, state = request.request_id in self._requests, self._state(request)
-        self._extend_keys(request, state)
+        self._groups.extend_keys(state.keys, request.block_hashes)
         if not known:
             del self._requests[request.request_id]
         return [self._manager.explain(of_group, state.context) for of_group in state.keys]
@@ -454,8 +454,3 @@ class LocalConnector:
         counted = self._uses.count(state.context, partial(groups.used, state.keys, loaded_end))
         if counted and self.config.record:
             self._log.asked_for(state.keys[groups.offloaded[0].index])
-
-    def _extend_keys(self, request: OffloadRequest, state: RequestState) -> None:
-        """Add the keys of chunks that have become full."""
-        for group in self._groups.offloaded:
-            group.extend_keys(state.keys[group.index], request.block_hashes)

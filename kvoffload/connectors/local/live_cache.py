@@ -62,11 +62,12 @@ class LocalOperators:
         if self._hasher is None:
             raise Refused("the engine gave LocalConnector no hasher to look prompts up with")
         chain = HashChain(self._hasher, token_ids, cache_salt=salt or None)
-        groups = []
-        for group in self._groups.offloaded:
-            keys: list[OffloadKey] = []
-            group.extend_keys(keys, chain.hashes)
-            groups.append(KeyedGroup(keys, group.chunk_tokens, group.reads_all))
+        keys: list[list[OffloadKey]] = [[] for _ in self._groups.all]
+        self._groups.extend_keys(keys, chain.hashes)
+        groups = [
+            KeyedGroup(keys[group.index], group.chunk_tokens, group.reads_all)
+            for group in self._groups.offloaded
+        ]
         return self._look_up(len(token_ids), groups)
 
     def clear(self, tier: str) -> Iterator[str | None]:

@@ -160,16 +160,6 @@ class Transfers:
             state.loading = None
         if job.stale:
             return LoadOutcome(load.request_id, 0, ok=False)
-        outcome = self._outcome(load, job, result)
-        if waits and not outcome.ok:
-            self._note_short_load(load.request_id)
-        return outcome
-
-    def _note_short_load(self, request_id: str) -> None:
-        if self._short_loads.note(request_id):
-            self._manager.counters["declined_after_short_load"] += 1
-
-    def _outcome(self, load: LoadRange, job: LoadJob, result: TransferResult) -> LoadOutcome:
         arrived: dict[tuple[int, int], str] = {}
         for piece, medium, ok in zip(load.pieces, job.media(), result.ok, strict=True):
             if ok:
@@ -178,4 +168,10 @@ class Transfers:
         tokens = self._groups.tokens_by_medium(load.start, end, arrived)
         for medium, number in tokens.items():
             self._manager.figures.hit_tokens[medium.lower()] += number
+        if waits and end < load.end:
+            self._note_short_load(load.request_id)
         return LoadOutcome(load.request_id, end - load.start, end == load.end, dict(tokens))
+
+    def _note_short_load(self, request_id: str) -> None:
+        if self._short_loads.note(request_id):
+            self._manager.counters["declined_after_short_load"] += 1

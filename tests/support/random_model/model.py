@@ -258,10 +258,10 @@ class Model:
         return self.engine.counts["tokens"] > before
 
     def _first_key(self, request):
-        group = self.engine.connector._groups.offloaded[0]
-        keys = []
-        group.extend_keys(keys, request.block_hashes)
-        return keys[0]
+        groups = self.engine.connector._groups
+        keys = [[] for _ in groups.all]
+        groups.extend_keys(keys, request.block_hashes)
+        return keys[groups.offloaded[0].index][0]
 
     def _check_tiers(self):
         for root, capacity in self.capacities.items():
