@@ -10,12 +10,15 @@ methods and ``close()``.
 
 import mmap
 import secrets
+import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
+from typing import Any, Literal, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 from kvoffload.backends.base import Backend
+from kvoffload.backends.blocking_pool import run_once
+from kvoffload.backends.seals import Seal
 from kvoffload.config import human_bytes
 from kvoffload.errors import ConfigError
 
@@ -28,6 +31,7 @@ LEAST_DIGITS = 8
 """Least length of the beginning of a namespace's name that ``gc`` accepts."""
 _DIGEST_DIGITS = 32
 """A name of so many hexadecimal digits, or more, is a digest."""
+T = TypeVar("T")
 
 
 class Holding(NamedTuple):
@@ -195,6 +199,34 @@ COMMANDS: Mapping[str, type] = {
     "doctor": Diagnoses,
 }
 """The protocol of each command."""
+
+
+class Command:
+    """One command of an operator, at work on a thread; another thread may end it.
+
+    Args:
+        cipher: decrypts the engines' chunks, if they are encrypted.
+    """
+
+    def __init__(self, cipher: Seal | None = None) -> None:
+        self.cipher = cipher
+        self._is_cancelled = threading.Event()
+
+    def cancel(self) -> None:
+        """End the command soon: its next step raises OSError."""
+        self._is_cancelled.set()
+
+    def pause(self, seconds: float = 0.0) -> None:
+        """Wait; raises OSError once cancelled."""
+        if self._is_cancelled.wait(seconds) if seconds else self._is_cancelled.is_set():
+            raise ConnectionError("cancelled")
+
+    async def run(self, work: Callable[..., T], *given: Any) -> T:
+        """Do ``work(self, *given)`` on its own thread, which ends soon after a cancellation."""
+        try:
+            return await run_once(work, self, *given)
+        finally:
+            self.cancel()
 
 
 def first_of(check: str, *rows: tuple[object, Verdict, str, str]) -> Finding:

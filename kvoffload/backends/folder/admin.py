@@ -3,11 +3,11 @@
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
-from kvoffload.backends.admin import Check, Collected, Finding, Garbage, Survey, Verified
-from kvoffload.backends.blocking_pool import run_once
-from kvoffload.backends.disk.admin import collect, survey, verify
+from kvoffload.backends.admin import Finding
+from kvoffload.backends.disk.admin import DiskAdmin
+from kvoffload.backends.disk.inspector import DiskInspector
 from kvoffload.backends.folder.doctor import OTHER_MOUNT, diagnose
-from kvoffload.backends.folder.inspection import FolderInspector, inspected
+from kvoffload.backends.folder.inspection import inspected
 from kvoffload.backends.folder.options import FolderOptions
 from kvoffload.backends.folder.seal import read_secret
 from kvoffload.backends.key_files import ENCRYPTION, read_encryption, without
@@ -16,7 +16,7 @@ from kvoffload.config import convert
 T = TypeVar("T")
 
 
-class FolderAdmin:
+class FolderAdmin(DiskAdmin):
     """A root, examined by an operator. Only ``collect`` and a repair change what is stored.
 
     Args:
@@ -37,27 +37,9 @@ class FolderAdmin:
             self._options.refuse_secret()
         self._cipher = cipher
 
-    async def close(self) -> None:
-        """Do nothing: each call opens the root by itself."""
-
-    async def survey(self) -> Survey:
-        return await self._inspect(survey)
-
-    async def collect(self, wanted: Garbage) -> Collected:
-        return await self._inspect(lambda found: collect(found, wanted))
-
-    async def erase(self, tenant: bytes, wanted: Garbage) -> Collected:
-        return await self._inspect(lambda found: collect(found, wanted, (tenant, self._cipher)))
-
-    async def verify(self, wanted: Check) -> Verified:
-        return await self._inspect(lambda found: verify(found, wanted, self._cipher))
-
     async def diagnose(self) -> list[Finding]:
         return await diagnose(self._options, self._other_mount, self._encryption)
 
-    async def _inspect(self, work: Callable[[FolderInspector], T]) -> T:
-        return await run_once(self._work, work)
-
-    def _work(self, work: Callable[[FolderInspector], T]) -> T:
+    def _work(self, work: Callable[[DiskInspector], T]) -> T:
         with inspected(self._options.root, self._signature) as found:
             return work(found)

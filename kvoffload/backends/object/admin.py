@@ -6,16 +6,16 @@ names of chunks begin with a hash.
 
 import itertools
 import math
-import threading
 import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Concatenate, NamedTuple, ParamSpec, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from kvoffload.backends.admin import (
     Check,
     Collected,
+    Command,
     Garbage,
     Holding,
     Survey,
@@ -24,7 +24,6 @@ from kvoffload.backends.admin import (
     named,
 )
 from kvoffload.backends.base import Described
-from kvoffload.backends.blocking_pool import run_once
 from kvoffload.backends.header import (
     COMPACT_BYTES,
     NOT_DAMAGED,
@@ -66,28 +65,16 @@ _MOST_CHUNKS = 1 << 22
 """Chunks that one verify can choose from: about 2 GiB of names."""
 _MOST_CHUNK_BYTES = 1 << 30
 """A larger object is no chunk."""
-P = ParamSpec("P")
 T = TypeVar("T")
 
 
-class Operator:
-    """What one command of an operator uses; another thread may end it."""
+class Operator(Command):
+    """What one command of an operator uses."""
 
     def __init__(self, options: ObjectOptions, cipher: Seal | None = None) -> None:
+        super().__init__(cipher)
         self.options = options
-        self.cipher = cipher
-        """Decrypts the engines' chunks, if they are encrypted."""
         self.bucket = Bucket(options, PATIENCE_S, _RETRIES)
-        self._is_cancelled = threading.Event()
-
-    def cancel(self) -> None:
-        """End the command soon: its next step raises OSError."""
-        self._is_cancelled.set()
-
-    def pause(self, seconds: float = 0.0) -> None:
-        """Wait; raises OSError once cancelled."""
-        if self._is_cancelled.wait(seconds) if seconds else self._is_cancelled.is_set():
-            raise ConnectionError("cancelled")
 
     def listed(self, folder: str = "") -> Iterator[Stored]:
         """Yield the objects of a folder, or all."""
@@ -143,23 +130,17 @@ class ObjectAdmin:
         """Read objects one by one."""
         return await self._apart(_verify, wanted)
 
-    async def _apart(
-        self, work: Callable[Concatenate[Operator, P], T], *given: P.args, **named: P.kwargs
-    ) -> T:
-        """Do an operator's work on a thread of its own, which ends soon after a cancellation."""
-        operator = Operator(self._options, self._cipher)
+    async def _apart(self, work: Callable[..., T], *given: Any) -> T:
+        """Do ``work(operator, *given)`` on a thread of its own."""
 
-        def perform() -> T:
+        def perform(operator: Operator) -> T:
             try:
-                return work(operator, *given, **named)
+                return work(operator, *given)
             except Failed as failed:
                 why = failed.failure
             raise ConnectionError(f"{self._options.url}: {why}; {why.remedy}")
 
-        try:
-            return await run_once(perform)
-        finally:
-            operator.cancel()
+        return await Operator(self._options, self._cipher).run(perform)
 
 
 class _Total(NamedTuple):

@@ -6,18 +6,18 @@ a command takes, nor what a terminal shows.
 
 import contextlib
 import math
-import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import compress, groupby
-from typing import Concatenate, ParamSpec, TypeVar
+from typing import Any, TypeVar
 
 from msgspec import ValidationError, convert
 
 from kvoffload.backends.admin import (
     Check,
     Collected,
+    Command,
     Garbage,
     Holding,
     Survey,
@@ -26,7 +26,6 @@ from kvoffload.backends.admin import (
     named,
 )
 from kvoffload.backends.base import Usage
-from kvoffload.backends.blocking_pool import run_once
 from kvoffload.backends.header import COMPACT_BYTES, NOT_DAMAGED, Header, parse_header
 from kvoffload.backends.redis.connection import Address, Connection, Lost
 from kvoffload.backends.redis.discovery import masters
@@ -62,12 +61,11 @@ _MOST_NAMESPACES = 1 << 16
 _MOST_VALUES = 1 << 23
 _NO_EXPIRY = -1
 """A server's answer for a value without a time to live."""
-P = ParamSpec("P")
 T = TypeVar("T")
 
 
-class Operator:
-    """What one command of an operator has open; another thread may end it.
+class Operator(Command):
+    """What one command of an operator has open.
 
     Args:
         access: The servers.
@@ -75,30 +73,23 @@ class Operator:
     """
 
     def __init__(self, access: Access, cipher: Seal | None = None) -> None:
+        super().__init__(cipher)
         self.access = access
-        self.cipher = cipher
         self._connection: Connection | None = None
-        self._is_cancelled = threading.Event()
 
     def cancel(self) -> None:
-        """End the command: its next wait raises OSError."""
-        self._is_cancelled.set()
+        super().cancel()
         if (connection := self._connection) is not None:
             connection.abort("cancelled")
-
-    def pause(self, seconds: float) -> None:
-        """Wait; raises OSError once cancelled."""
-        if self._is_cancelled.wait(seconds):
-            raise Lost("cancelled")
 
     @contextlib.contextmanager
     def connected(self, address: Address) -> Iterator[Connection]:
         """Open a connection to one server; its errors name the server."""
-        self.pause(0)
+        self.pause()
         try:
             with connected(address, self.access, PATIENCE_S) as connection:
                 self._connection = connection
-                self.pause(0)
+                self.pause()
                 yield connection
         except (Lost, CommandRefused) as error:
             raise ConnectionError(f"{address}: {error}") from error
@@ -112,7 +103,7 @@ class Operator:
         with self.connected(address) as connection:
             cursor = b"0"
             for _ in range(_MOST_STEPS):
-                self.pause(0)
+                self.pause()
                 cursor, found = scan_step(connection, cursor, pattern, _STEP)
                 if names := [name for name in found if is_ours(name) or not only_ours]:
                     work(connection, names)
@@ -169,15 +160,9 @@ class RedisAdmin:
         """Read values one by one, without a change of when they expire or are evicted."""
         return await self._apart(_verify, wanted)
 
-    async def _apart(
-        self, work: Callable[Concatenate[Operator, P], T], *given: P.args, **named: P.kwargs
-    ) -> T:
-        """Do an operator's work on a thread of its own, which ends soon after a cancellation."""
-        operator = Operator(self._access, cipher=self._sealer.cipher)
-        try:
-            return await run_once(lambda: work(operator, *given, **named))
-        finally:
-            operator.cancel()
+    async def _apart(self, work: Callable[..., T], *given: Any) -> T:
+        """Do ``work(operator, *given)`` on a thread of its own."""
+        return await Operator(self._access, self._sealer.cipher).run(work, *given)
 
 
 def _survey(operator: Operator) -> Survey:
