@@ -41,19 +41,22 @@ def metric_of(name: str) -> Metric:
     return METRICS.get(name) or SERVER_METRICS[name]
 
 
-def _metric(kind: Kind, name: str, labels: str, unit: str, text: str, of_ranks: Ranks = "") -> str:
-    ranks = of_ranks or ("largest" if kind == "gauge" else "sum")
-    METRICS[name] = Metric(kind, tuple(labels.split()), unit, text, ranks)
+def _metric(
+    table: dict[str, Metric],
+    kind: Kind,
+    name: str,
+    labels: str,
+    unit: str,
+    text: str,
+    of_ranks: Ranks = "sum",
+) -> str:
+    table[name] = Metric(kind, tuple(labels.split()), unit, text, of_ranks)
     return name
 
 
-def _server_metric(kind: Kind, name: str, labels: str, unit: str, text: str) -> str:
-    SERVER_METRICS[name] = Metric(kind, tuple(labels.split()), unit, text, "sum")
-    return name
-
-
-_gauge, _counter = partial(_metric, "gauge"), partial(_metric, "counter")
-_histogram = partial(_metric, "histogram")
+_gauge = partial(_metric, METRICS, "gauge", of_ranks="largest")
+_counter, _histogram = partial(_metric, METRICS, "counter"), partial(_metric, METRICS, "histogram")
+_server_metric = partial(_metric, SERVER_METRICS)
 
 
 # fmt: off
@@ -61,7 +64,7 @@ NAMESPACE = _gauge("namespace_info", "namespace", "",
     "1 for the namespace of the tiers, by its first 16 digits.")
 """Its labels change where weights do: with each renewal."""
 TIER_UP = _gauge("tier_up", "tier", "",
-    "1 while the tier is open and can be reached, else 0.", "smallest")
+    "1 while the tier is open and can be reached, else 0.", of_ranks="smallest")
 BREAKERS_OPEN = _gauge("breakers_open", "tier", "breakers",
     "Circuit breakers that are open: of servers, or of the kinds of requests to a bucket.")
 RESIDENT_BYTES = _gauge("resident_bytes", "tier", "bytes",
@@ -76,13 +79,13 @@ HOST_CHUNKS = _gauge("host_chunks", "", "chunks",
 HOST_CHUNKS_BUSY = _gauge("host_chunks_busy", "", "chunks",
     "Slots of host memory that a transfer uses; rows, if chunks differ in size.")
 SERVER_EVICTIONS = _counter("server_evictions", "tier", "values",
-    "Values of any kind that the tier's servers evicted since they started.", "largest")
+    "Values of any kind that the tier's servers evicted since they started.", of_ranks="largest")
 TIER_GAUGES = _gauge("tier_gauges", "tier name", "",
     "What tiers measure besides, by name.")
 WAITING_CHUNKS = _gauge("waiting_chunks", "tier", "chunks",
     "Chunks in host memory that wait to be written to the tier.")
 QUEUE_REQUESTS = _gauge("queue_requests", "", "requests",
-    "Requests in the engine's queue whose chunks may be kept.", "largest")
+    "Requests in the engine's queue whose chunks may be kept.")
 QUEUE_KEPT_BYTES = _gauge("queue_kept_bytes", "", "bytes",
     "Bytes of host memory that are kept for them.")
 QUEUE_CHUNKS = _counter("queue_chunks", "result", "chunks",

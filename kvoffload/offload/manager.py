@@ -254,9 +254,10 @@ class TieredOffloadingManager(OffloadingManager):
             self._events.reasons.note([*ended.lost, *ended.missed], reason or Reason.FAILED)
             self._events.removed(ended.lost, Reason.FAILED)
         self._events.stored(ended.arrived)
-        if not job.reset:  # or they are other chunks of these names
-            self.waiting.lost([*ended.lost, *ended.missed])
-        self.waiting.stored(ended.arrived)
+        if self.waiting.requests:
+            if not job.reset:  # or they are other chunks of these names
+                self.waiting.lost([*ended.lost, *ended.missed])
+            self.waiting.stored(ended.arrived)
         if self._promote and ended.fetched and len(self.tiers) > 1:
             self._write_through.promote(ended.fetched, self._tiers_for(tiers))
         self._write_through.begin()
@@ -331,7 +332,8 @@ class TieredOffloadingManager(OffloadingManager):
         if stored:
             if self._caching:
                 self._events.stored(stored)
-                self.waiting.stored(stored)
+                if self.waiting.requests:
+                    self.waiting.stored(stored)
             for tier in self._tiers_for(job.tiers):
                 self._write_through.offer(tier, stored)
             if not self._caching:
