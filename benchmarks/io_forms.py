@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -121,13 +122,10 @@ def run(folder: str | None = None, total_bytes: int = TOTAL_BYTES) -> dict[str, 
         for io in ("direct", "buffered"):
             with tempfile.TemporaryDirectory(prefix="kvoffload-bench-", dir=folder) as scratch:
                 options = {"root": f"{scratch}/kv", "capacity": "64GiB", "min_free": 0, "io": io}
-                forms = Forms("disk", options, size, total_bytes)
-                try:
+                with closing(Forms("disk", options, size, total_bytes)) as forms:
                     rows += _against_thread(forms, f"disk, {label}, {io}")
                     if io == "direct":
                         rows += _against_raw_reads(forms, scratch, f"disk, {label}, {io}")
-                finally:
-                    forms.close()
         if BINARY is not None and shutil.which("redis-server"):
             rows += _redis(size, label, total_bytes)
     return report("io_forms", rows)
@@ -137,11 +135,10 @@ def _redis(size: int, label: str, total_bytes: int) -> list[Row]:
     with tempfile.TemporaryDirectory() as scratch:
         server = RedisServer(Path(scratch))
         try:
-            forms = Forms("redis", {"url": server.url, "timeout_s": 30.0}, size, total_bytes)
-            try:
+            with closing(
+                Forms("redis", {"url": server.url, "timeout_s": 30.0}, size, total_bytes)
+            ) as forms:
                 return _against_thread(forms, f"redis, {label}")
-            finally:
-                forms.close()
         finally:
             server.stop()
 

@@ -16,6 +16,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -275,11 +276,8 @@ def run(cases: tuple[tuple[int, bool], ...] = CASES) -> dict[str, Any]:
     rows: list[Row] = []
     for size, tls in cases:
         with tempfile.TemporaryDirectory() as folder:
-            bench = Bench(Path(folder), size, tls)
-            try:
+            with closing(Bench(Path(folder), size, tls)) as bench:
                 rows += _rows(bench, f"{size >> 20} MiB{', TLS' if tls else ''}", tls)
-            finally:
-                bench.close()
     known_us = engine_thread_s() * 1e6
     rows.append(row("lookup of a known chunk, engine's thread", known_us, "µs", 2.0, "the bar"))
     return report("object", rows)

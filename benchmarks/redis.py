@@ -20,6 +20,7 @@ import threading
 import time
 import types
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -303,13 +304,10 @@ def run(cases: Sequence[tuple[int, int, int, bool]] = CASES) -> dict[str, Any]:
     rows: list[Row] = []
     for size, count, connections, tls in cases:
         with tempfile.TemporaryDirectory() as folder:
-            bench = Bench(Path(folder), size, count, connections, tls)
-            try:
+            with closing(Bench(Path(folder), size, count, connections, tls)) as bench:
                 rows += _rows(bench, tls)
                 if size < 1 << 20:
                     rows += _lookups(*bench.lookups_s())
-            finally:
-                bench.close()
     return report("redis", rows)
 
 

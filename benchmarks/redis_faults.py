@@ -18,7 +18,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -129,8 +129,7 @@ class Engine:
 
 def observe(scene: Scene) -> Observed:
     """Use the tier, break it, go on using it, heal it, and wait for hits."""
-    engine = Engine(scene.url)
-    try:
+    with closing(Engine(scene.url)) as engine:
         _until_healthy(engine)
         engine.seen = Observed()
         breaking = threading.Thread(target=scene.break_it)
@@ -148,8 +147,6 @@ def observe(scene: Scene) -> Observed:
         engine.seen.back_after_s = time.monotonic() - healed
         engine.seen.hits_during, engine.seen.chunks_during = during
         return engine.seen
-    finally:
-        engine.close()
 
 
 def _until_healthy(engine: Engine) -> None:

@@ -14,7 +14,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -117,8 +117,9 @@ def _loading(engine: Engine, pid: int, gigabytes: float) -> list[Row]:
     options = {"root": f"{root}/kv", "min_free": 0, "io": "buffered", "trust_parent_folders": True}
     source = bytes(engine.count * SIZE)
     try:
-        own = Engine("", [TierSettings("disk", "disk", options, "")], engine.count * SIZE)
-        try:
+        with closing(
+            Engine("", [TierSettings("disk", "disk", options, "")], engine.count * SIZE)
+        ) as own:
             own.move("store")
             before_s, loads, owns, copies = cpu_s(pid), [], [], []
             for _ in range(ROUNDS):
@@ -128,8 +129,6 @@ def _loading(engine: Engine, pid: int, gigabytes: float) -> list[Row]:
                 copies.append(time.perf_counter() - begun_s)
                 loads.append(engine.move("load"))
             spent_s = (cpu_s(pid) - before_s) / ROUNDS
-        finally:
-            own.close()
     finally:
         shutil.rmtree(root)
     best, own_s, copy_s = min(loads), min(owns), min(copies)

@@ -4,7 +4,7 @@ import importlib
 import os
 import subprocess
 from collections.abc import Iterator
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from typing import Any
 
 import numpy as np
@@ -107,8 +107,7 @@ def _round_trip(tensors: list[Any]) -> tuple[bool, dict[str, Any]]:
     for tensor in tensors:
         tensor[places] = 0
     device.wait_for_all()
-    copier = make_copier(caches, slab, layout)
-    try:
+    with closing(make_copier(caches, slab, layout)) as copier:
         until_pinned(copier, slab)
         with device.using(device.new_stream()):
             # The bytes are written, and erased, behind a delay that only the fences wait for.
@@ -121,8 +120,6 @@ def _round_trip(tensors: list[Any]) -> tuple[bool, dict[str, Any]]:
         pairs = zip(tensors, expected, strict=True)
         same = all(torch.equal(tensor[places], content) for tensor, content in pairs)
         return same, copier.stats()
-    finally:
-        copier.close()
 
 
 def captures() -> Iterator[Row]:
@@ -136,14 +133,11 @@ def captures() -> Iterator[Row]:
     with Ours(8, 18 * sizes.KIB, 8 * sizes.MIB) as ours, Transfers(ours) as transfers:
         slab = tier_slab(bytes_to_pin() // sizes.MIB, sizes.MIB)
         caches = caches_of([device.pages(8, sizes.MIB)])
-        copier = make_copier(caches, slab, ChunkLayout(caches, 1))
-        try:
+        with closing(make_copier(caches, slab, ChunkLayout(caches, 1))) as copier:
             for _ in range(sizes.CAPTURES):
                 device.capture(add).replay()
             device.wait_for_stream()
             until_pinned(copier, slab)
-        finally:
-            copier.close()
         moved = transfers.num_bytes
     right = bool((numbers == 50 * sizes.CAPTURES).all())
     yield row("graphs captured and replayed", sizes.CAPTURES, "", None)

@@ -1,6 +1,7 @@
 """``blocks_per_chunk: "auto"``: which number it comes to, what decides it, what becomes cold."""
 
 import logging
+from contextlib import closing
 
 import pytest
 import torch
@@ -115,14 +116,15 @@ def test_the_largest_group_decides_and_recurrent_states_do_not(start):
 def test_a_narrow_window_has_smaller_chunks_and_its_prompts_are_found(new_request, until):
     narrow = spec(SlidingWindowSpec, sliding_window=40)
     groups = [KVCacheGroupSpec(["a"], spec()), KVCacheGroupSpec(["b"], narrow)]
-    connector = LocalConnector(
-        {"cpu_bytes": "8MiB"},
-        caches_of(KiB, KiB),
-        block_size=BLOCK,
-        facts={"model": "m"},
-        kv_cache_config=KVCacheConfig(64, [], groups),
-    )
-    try:
+    with closing(
+        LocalConnector(
+            {"cpu_bytes": "8MiB"},
+            caches_of(KiB, KiB),
+            block_size=BLOCK,
+            facts={"model": "m"},
+            kv_cache_config=KVCacheConfig(64, [], groups),
+        )
+    ) as connector:
         assert [group.per_chunk for group in connector._groups.all] == [16, 2]
         prompt = new_request("p", 530, block_size=BLOCK)
         table = list(range(1, 34))
@@ -132,8 +134,6 @@ def test_a_narrow_window_has_smaller_chunks_and_its_prompts_are_found(new_reques
         connector.request_finished(prompt)
         again = new_request("p", 530, block_size=BLOCK, request_id="again")
         assert connector.get_num_new_matched_tokens(again, 0) == 512
-    finally:
-        connector.close()
 
 
 @pytest.mark.parametrize("former", [1, 8])
@@ -147,15 +147,14 @@ def test_a_store_of_another_chunk_size_is_named_as_the_cause_of_a_cold_start(
     for more in ({"blocks_per_chunk": former}, {}):
         settings = {"cpu_bytes": "64MiB", "backends": [disk], **more}
         facts = {"model": "Qwen/Qwen3-8B"}
-        connector = LocalConnector(settings, kv_caches, block_size=BLOCK, facts=facts)
-        try:
+        with closing(
+            LocalConnector(settings, kv_caches, block_size=BLOCK, facts=facts)
+        ) as connector:
             if more:
                 prompt = new_request("p", 130, block_size=BLOCK)
                 connector.after_forward(prompt, [list(range(8))], 128)
                 assert connector.flush()
             else:
                 until(lambda: "has no chunks" in caplog.text)
-        finally:
-            connector.close()
     (line,) = [each.getMessage() for each in caplog.records if "has no chunks" in each.getMessage()]
     assert f"which differs in blocks_per_chunk: {former} -> 4;" in line

@@ -2,6 +2,7 @@
 
 import logging
 import time
+from contextlib import closing
 
 import pytest
 
@@ -18,18 +19,19 @@ def start(request, kv_caches, new_request, caplog, until):
     caplog.set_level(logging.INFO, "kvoffload")
 
     def run(*backends, stores=False, line_of="", reset=False, **facts):
-        connector = LocalConnector(
-            {
-                "cpu_bytes": 16 * 4096,
-                "blocks_per_chunk": 2,
-                "backends": backends,
-                "io": request.param,
-            },
-            kv_caches,
-            block_size=4,
-            facts={**FACTS, **facts},
-        )
-        try:
+        with closing(
+            LocalConnector(
+                {
+                    "cpu_bytes": 16 * 4096,
+                    "blocks_per_chunk": 2,
+                    "backends": backends,
+                    "io": request.param,
+                },
+                kv_caches,
+                block_size=4,
+                facts={**FACTS, **facts},
+            )
+        ) as connector:
             if stores:
                 prompt = new_request("p", 41)
                 connector.after_forward(prompt, [list(range(5, 15))], 40)
@@ -41,8 +43,6 @@ def start(request, kv_caches, new_request, caplog, until):
                 connector.reset_cache()
                 time.sleep(0.3)
             return connector.stats()["namespace"]
-        finally:
-            connector.close()
 
     def said():
         return [

@@ -5,6 +5,7 @@ import socket
 import subprocess
 import sys
 import threading
+from contextlib import closing
 
 import pytest
 
@@ -63,12 +64,9 @@ def exported(exporter):
 def test_each_lookup_load_and_store_is_a_span_of_its_request(
     kv_caches, new_request, until, exported
 ):
-    connector = attach(kv_caches, otel_spans=True)
-    try:
+    with closing(attach(kv_caches, otel_spans=True)) as connector:
         assert serve(connector, new_request("a", 41, request_id="first"), until) == 0
         assert serve(connector, new_request("a", 41, request_id="second"), until) == 40
-    finally:
-        connector.close()
     spans = [(span.attributes[REQUEST], span.name, dict(span.attributes)) for span in exported()]
     assert [(request, name) for request, name, _ in spans] == [
         ("first", "kvoffload.lookup"),

@@ -2,6 +2,7 @@
 
 import random
 import threading
+from contextlib import closing
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from kvoffload.messages import (
 from kvoffload.transfer.cuda.pinning import PORTION_BYTES
 from kvoffload.transfer.cuda.stream_copier import StreamCopier
 from kvoffload.transfer.factory import make_copier
-from kvoffload.transfer.layout import ChunkLayout, check_moves
+from kvoffload.transfer.layout import ChunkLayout
 from kvoffload.transfer.slab import Slab
 from tests.support.interleavings import (
     NUM_SLOTS,
@@ -81,16 +82,17 @@ def test_a_round_trip_restores_every_byte(seed, triton, batches):
     ids = draw.sample(range(NUM_BLOCKS), sum(sizes))
     chunks = sum(-(-(f + s) // per_chunk) if s else 0 for f, s in zip(firsts, sizes, strict=True))
     moves = layout.moves(GPULoadStoreSpec(ids, sizes, firsts), draw.sample(range(64), chunks))
-    copier = new_copier(
-        caches,
-        slab,
-        layout,
-        triton=triton,
-        batches=batches,
-        stage_bytes=draw.choice([4096, 100_000, 16 << 20]),
-        direct_page_bytes=draw.choice([1, 4096, 1 << 20]),
-    )
-    try:
+    with closing(
+        new_copier(
+            caches,
+            slab,
+            layout,
+            triton=triton,
+            batches=batches,
+            stage_bytes=draw.choice([4096, 100_000, 16 << 20]),
+            direct_page_bytes=draw.choice([1, 4096, 1 << 20]),
+        )
+    ) as copier:
         before = [entry.tensor.clone() for entry in caches.tensors]
         stored = copier.launch(moves, True, copier.record_fence())
         assert stored.wait(60)
@@ -105,8 +107,6 @@ def test_a_round_trip_restores_every_byte(seed, triton, batches):
         assert loaded.error is None
         for entry, expected in zip(caches.tensors, before, strict=True):
             assert torch.equal(entry.tensor, expected), copier.stats()
-    finally:
-        copier.close()
 
 
 class CudaEngine:
@@ -139,20 +139,19 @@ def test_whatever_the_order_every_block_and_slot_holds_what_it_must(first):
     layout = ChunkLayout(caches, PER_CHUNK)
     slab = tier_slab(NUM_SLOTS, layout.slot_bytes)
     stage_bytes = [16, 1000, 1 << 20][first // 100 % 3]
-    copier = new_copier(
-        caches,
-        slab,
-        layout,
-        stage_bytes=stage_bytes,
-        triton=first % 200 == 0,
-    )
-    try:
+    with closing(
+        new_copier(
+            caches,
+            slab,
+            layout,
+            stage_bytes=stage_bytes,
+            triton=first % 200 == 0,
+        )
+    ) as copier:
         for seed in range(first, first + RUNS_EACH):
             for entry in caches.tensors:
                 entry.tensor.zero_()
             Interleaving(copier, CudaEngine(caches, seed), slab, layout, seed=seed).run()
-    finally:
-        copier.close()
 
 
 @pytest.mark.parametrize("new_slab", [tier_slab, Slab])
@@ -160,12 +159,9 @@ def test_what_is_pinned_is_what_was_asked_for_and_let_go_again(until, new_slab):
     caches = small_caches("cuda")
     layout = ChunkLayout(caches, PER_CHUNK)
     slab = new_slab(PINNED_BYTES // layout.slot_bytes, layout.slot_bytes)
-    copier = make_copier(caches, slab, layout)
-    try:
+    with closing(make_copier(caches, slab, layout)) as copier:
         until(lambda: copier.stats()["pinned_bytes"] == slab.num_bytes, 60)
         assert torch.from_numpy(slab.flat).is_pinned()
-    finally:
-        copier.close()
     assert not torch.from_numpy(slab.flat).is_pinned()
 
 
@@ -175,8 +171,7 @@ def test_a_chunk_that_lies_across_two_registrations_comes_back():
     slab = tier_slab(PINNED_BYTES // layout.slot_bytes, layout.slot_bytes)
     across = PORTION_BYTES // layout.slot_bytes
     assert across * layout.slot_bytes + layout.payload_bytes[0] > PORTION_BYTES
-    copier = make_copier(caches, slab, layout)
-    try:
+    with closing(make_copier(caches, slab, layout)) as copier:
         for entry in caches.tensors:
             entry.tensor.random_(-128, 127)
         before = [entry.tensor.clone() for entry in caches.tensors]
@@ -190,8 +185,6 @@ def test_a_chunk_that_lies_across_two_registrations_comes_back():
                     entry.tensor[7:21] = 0
         for entry, expected in zip(caches.tensors, before, strict=True):
             assert torch.equal(entry.tensor, expected)
-    finally:
-        copier.close()
 
 
 def store_and_load(copier, caches, moves, blocks):
@@ -220,12 +213,9 @@ def test_blocks_beyond_two_gib_of_a_tensor_come_back(direct_page_bytes):
     blocks = [len(tensor) - 1, 2 * GIB // page, 2 * GIB // page - 1, 0]
     for block in blocks:
         tensor[block] = block % 100 + 1
-    copier = new_copier(caches, slab, layout, direct_page_bytes=direct_page_bytes)
-    try:
+    with closing(new_copier(caches, slab, layout, direct_page_bytes=direct_page_bytes)) as copier:
         moves = layout.moves(GPULoadStoreSpec(blocks), [2, 0, 3, 1])
         store_and_load(copier, caches, moves, blocks)
-    finally:
-        copier.close()
 
 
 @pytest.mark.parametrize("direct_page_bytes", [1, 1 << 30])
@@ -236,20 +226,16 @@ def test_caches_made_under_inference_mode_are_loaded(direct_page_bytes):
             entry.tensor.random_(-128, 127)
     layout = ChunkLayout(caches, PER_CHUNK)
     slab = tier_slab(NUM_SLOTS, layout.slot_bytes)
-    copier = new_copier(caches, slab, layout, direct_page_bytes=direct_page_bytes)
-    try:
+    with closing(new_copier(caches, slab, layout, direct_page_bytes=direct_page_bytes)) as copier:
         moves = layout.moves(GPULoadStoreSpec([3, 5, 4, 7]), [6, 2])
         store_and_load(copier, caches, moves, [3, 5, 4, 7])
-    finally:
-        copier.close()
 
 
 def test_a_store_waits_for_the_stream_that_the_engine_uses():
     caches = small_caches("cuda")
     layout = ChunkLayout(caches, PER_CHUNK)
     slab = tier_slab(NUM_SLOTS, layout.slot_bytes)
-    copier = new_copier(caches, slab, layout)
-    try:
+    with closing(new_copier(caches, slab, layout)) as copier:
         with torch.cuda.stream(torch.cuda.Stream()):
             torch.cuda._sleep(50_000_000)
             for page in words(caches, 3):
@@ -257,8 +243,6 @@ def test_a_store_waits_for_the_stream_that_the_engine_uses():
             fence = copier.launch(moves_of(move(1, [3, 4])), True, copier.record_fence())
         assert fence.wait(60)
         assert (slab.rows[1][: caches.tensors[0].page_size_bytes] == [9, *[0] * 7] * 32).all()
-    finally:
-        copier.close()
 
 
 @pytest.mark.parametrize("direct_page_bytes", [1, 1 << 30])
@@ -300,25 +284,6 @@ def test_memory_and_threads_do_not_grow_over_many_transfers():
         assert threading.active_count() <= threads
     finally:
         copier.close()
-
-
-@pytest.mark.parametrize(
-    ("moves", "to_host", "named"),
-    [
-        ([(0, [1, 99])], True, "99"),
-        ([(99, [1])], True, r"\[99\]"),
-        ([(0, [1]), (0, [2])], True, r"\[0\]: written twice"),
-        ([(0, [1, 1])], False, r"\[1\]: written twice"),
-        ([(0, [1, 2, 3])], True, "of a chunk of 2"),
-    ],
-)
-def test_bad_moves_are_refused(moves, to_host, named):
-    caches = small_caches("cuda")
-    layout = ChunkLayout(caches, PER_CHUNK)
-    slab = tier_slab(NUM_SLOTS, layout.slot_bytes)
-    moves = moves_of(*(move(slot, ids) for slot, ids in moves))
-    with pytest.raises(ValueError, match=named):
-        check_moves(moves, to_host, layout, slab)
 
 
 def test_tensors_on_two_devices_are_refused():

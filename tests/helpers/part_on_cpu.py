@@ -39,7 +39,7 @@ SMALL = {
     "REGISTRATION_BYTES": 1 << 20,
     "SMOKE": {"two pages": ((16384, 24), 80)},
 }
-FEW = {"round_trips": "13", "suite": "refused", "orders": "900"}
+FEW = {"round_trips": "13", "suite": "inference", "orders": "900"}
 """Which of a part's tests run here."""
 
 

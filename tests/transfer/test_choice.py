@@ -1,6 +1,7 @@
 """Caches that cannot be copied are refused, by index, before a thread is started."""
 
 import threading
+from contextlib import closing
 
 import pytest
 import torch
@@ -71,11 +72,8 @@ def test_batched_copies_can_be_switched_off(monkeypatch, setting, way):
         (CanonicalKVCacheTensor(GOOD, PAGE),), ((CanonicalKVCacheRef(0, PAGE),),)
     )
     settings = {"cpu_bytes": "64KiB", "backends": [], **setting}
-    connector = LocalConnector(settings, caches, block_size=4, facts={"model": "m"})
-    try:
+    with closing(LocalConnector(settings, caches, block_size=4, facts={"model": "m"})) as connector:
         assert connector.stats()["copies"]["copies"].startswith(way)
-    finally:
-        connector.close()
     assert not cuda.registered
 
 

@@ -3,6 +3,7 @@
 import sys
 import threading
 import time
+from contextlib import closing
 
 import numpy as np
 import pytest
@@ -58,8 +59,7 @@ def test_a_round_trip_restores_every_byte(pages, padding, per_chunk, data):
     )
     slots = data.draw(st.permutations(range(num_chunks + 2)))[:num_chunks]
     slab = Slab(num_chunks + 2, layout.slot_bytes)
-    copier = CpuCopier(caches, slab, layout)
-    try:
+    with closing(CpuCopier(caches, slab, layout)) as copier:
         moves = layout.moves(spec, slots)
         before = [tensor.tensor.clone() for tensor in caches.tensors]
         copier.launch(moves, to_host=True, after=copier.record_fence()).wait()
@@ -69,8 +69,6 @@ def test_a_round_trip_restores_every_byte(pages, padding, per_chunk, data):
         fence = copier.launch(moves, to_host=False, after=copier.record_fence())
         assert fence.wait(10)
         assert fence.error is None
-    finally:
-        copier.close()
     for chunk in moves:
         for region in layout.regions[chunk.group_idx]:
             ours = caches.tensors[region.tensor_idx].tensor[chunk.block_ids]
@@ -177,8 +175,7 @@ def test_a_round_trip_restores_every_byte_wherever_tensors_lie(
     slab = Slab(9, layout.slot_bytes)
     count = -(-(first + len(ids)) // per_chunk)
     moves = layout.moves(GPULoadStoreSpec(ids, [len(ids)], [first]), rng.permutation(9)[:count])
-    copier = CpuCopier(caches, slab, layout)
-    try:
+    with closing(CpuCopier(caches, slab, layout)) as copier:
         before = memory.clone()
         stored = copier.launch(moves, to_host=True, after=copier.record_fence())
         assert stored.wait(10)
@@ -194,8 +191,6 @@ def test_a_round_trip_restores_every_byte_wherever_tensors_lie(
         assert loaded.wait(10)
         assert (stored.error, loaded.error) == (None, None)
         assert torch.equal(memory, before)
-    finally:
-        copier.close()
 
 
 @pytest.mark.parametrize(

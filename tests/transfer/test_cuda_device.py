@@ -1,5 +1,6 @@
 """Every call of the CUDA device, on a stand-in for ``torch.cuda``."""
 
+import contextlib
 import threading
 import types
 
@@ -39,6 +40,17 @@ def make_caches(pages):
     return CanonicalKVCaches(tuple(tensors), (tuple(refs),))
 
 
+@contextlib.contextmanager
+def copying(*pages, per_chunk=1, num_slots=8, triton=True, **sizes):
+    """Yield a copier of new caches, by default of one tensor, the caches and their layout."""
+    caches = make_caches(pages or [(512, 0)])
+    layout = ChunkLayout(caches, per_chunk)
+    slab = Slab(num_slots, layout.slot_bytes)
+    device = CudaDevice(caches, slab, triton=triton)
+    with contextlib.closing(StreamCopier(caches, slab, layout, device, **sizes)) as copier:
+        yield copier, caches, layout
+
+
 def store_and_load(copier, caches, moves, blocks):
     """Copy blocks out and back; both transfers succeed and every byte is as it was."""
     before = [entry.tensor.clone() for entry in caches.tensors]
@@ -56,41 +68,31 @@ def store_and_load(copier, caches, moves, blocks):
 @pytest.mark.parametrize("direct_page_bytes", [1, 1 << 20])
 def test_chunks_go_and_come_back_every_way(cuda, why, direct_page_bytes, until):
     cuda.why_no_batches = why
-    caches = make_caches([(512, 0), (24, 40), (4096, 0)])
-    layout = ChunkLayout(caches, 3)
-    slab = Slab(12, layout.slot_bytes)
-    sizes = {"stage_bytes": 20000, "direct_page_bytes": direct_page_bytes}
-    copier = StreamCopier(caches, slab, layout, CudaDevice(caches, slab), **sizes)
-    try:
+    sizes = {"num_slots": 12, "stage_bytes": 20000, "direct_page_bytes": direct_page_bytes}
+    pages = (512, 0), (24, 40), (4096, 0)
+    with copying(*pages, per_chunk=3, **sizes) as (copier, caches, layout):
+        slab_bytes = 12 * layout.slot_bytes
         blocks = np.random.default_rng(0).permutation(NUM_BLOCKS)[:25]
         moves = layout.moves(GPULoadStoreSpec(blocks, [25], [2]), list(range(9)))
         store_and_load(copier, caches, moves, blocks)
-        until(lambda: copier.stats()["pinned_bytes"] == slab.num_bytes)
+        until(lambda: copier.stats()["pinned_bytes"] == slab_bytes)
         stats = copier.stats()
         assert stats["copies"] == ("one by one" if why else "batched")
         assert stats["groups"] == ("direct" if direct_page_bytes == 1 else "staged")
         assert stats.get("why_not_copies", "") == why
         assert bool(cuda.batches) is not bool(why)
-        assert sum(cuda.registered.values()) == slab.num_bytes
+        assert sum(cuda.registered.values()) == slab_bytes
         assert len(cuda.streams) == 2 * LANES
-    finally:
-        copier.close()
     assert not cuda.registered
     assert not cuda.streams
 
 
 def test_without_triton_every_page_is_copied_directly(cuda):
-    caches = make_caches([(512, 0), (24, 40)])
-    layout = ChunkLayout(caches, 2)
-    slab = Slab(8, layout.slot_bytes)
-    copier = StreamCopier(caches, slab, layout, CudaDevice(caches, slab, triton=False))
-    try:
+    with copying((512, 0), (24, 40), per_chunk=2, triton=False) as (copier, caches, layout):
         stats = copier.stats()
         assert (stats["groups"], stats["kernels"], stats["stage_bytes"]) == ("direct", "none", 0)
         moves = layout.moves(GPULoadStoreSpec([5, 9, 2, 1]), [0, 4])
         store_and_load(copier, caches, moves, [5, 9, 2, 1])
-    finally:
-        copier.close()
 
 
 def test_kernels_that_do_not_compile_are_not_used_and_told(cuda, monkeypatch):
@@ -98,16 +100,10 @@ def test_kernels_that_do_not_compile_are_not_used_and_told(cuda, monkeypatch):
         raise SyntaxError("no such instruction")
 
     monkeypatch.setattr(CudaDevice, "_compile", refuse)
-    caches = make_caches([(512, 0)])
-    layout = ChunkLayout(caches, 1)
-    slab = Slab(8, layout.slot_bytes)
-    copier = StreamCopier(caches, slab, layout, CudaDevice(caches, slab))
-    try:
+    with copying() as (copier, caches, layout):
         assert copier.stats()["groups"] == "direct"
         assert copier.stats()["why_not_kernels"] == "SyntaxError: no such instruction"
         store_and_load(copier, caches, layout.moves(GPULoadStoreSpec([5, 9]), [0, 4]), [5, 9])
-    finally:
-        copier.close()
 
 
 @pytest.mark.parametrize("why", ["", "not asked for"])
@@ -134,65 +130,41 @@ def test_no_copy_crosses_two_registrations(cuda, to_host, why, until):
 
 def test_a_long_copy_is_cut_so_that_the_engines_own_need_not_wait(cuda, monkeypatch):
     monkeypatch.setattr(torch_device, "COPY_BYTES", 4096)
-    caches = make_caches([(20_000, 0)])
-    layout = ChunkLayout(caches, 1)
-    slab = Slab(8, layout.slot_bytes)
-    copier = StreamCopier(caches, slab, layout, CudaDevice(caches, slab), direct_page_bytes=1)
-    try:
+    with copying((20_000, 0), direct_page_bytes=1) as (copier, caches, layout):
         store_and_load(copier, caches, layout.moves(GPULoadStoreSpec([5, 9]), [0, 3]), [5, 9])
         assert max(max(batch) for batch in cuda.batches) == 4096
-    finally:
-        copier.close()
 
 
 @pytest.mark.parametrize("direct_page_bytes", [1, 1 << 20])
 def test_one_copy_and_a_table_of_blocks_are_batches_too(cuda, monkeypatch, direct_page_bytes):
     """The call for one copy takes a lock of the driver that the engine's calls wait for."""
     monkeypatch.setattr(FakeDriver, "copy", lambda *given: pytest.fail("a call for one copy"))
-    caches = make_caches([(512, 0)])
-    layout = ChunkLayout(caches, 1)
-    slab = Slab(8, layout.slot_bytes)
     sizes = {"stage_bytes": 512, "direct_page_bytes": direct_page_bytes}
-    copier = StreamCopier(caches, slab, layout, CudaDevice(caches, slab), **sizes)
-    try:
+    with copying(**sizes) as (copier, caches, layout):
         store_and_load(copier, caches, layout.moves(GPULoadStoreSpec([5]), [4]), [5])
         # A table names a block, its chunk and its place there, in 8 bytes each.
         table = [] if direct_page_bytes == 1 else [[24]]
         assert cuda.batches == [*table, [512], [512], *table]
-    finally:
-        copier.close()
 
 
 def test_batches_that_are_refused_are_copied_one_by_one(cuda):
     cuda.batch_error = RuntimeError("cuMemcpyBatchAsync: CUDA_ERROR_NOT_SUPPORTED (801)")
-    caches = make_caches([(512, 0)])
-    layout = ChunkLayout(caches, 1)
-    slab = Slab(8, layout.slot_bytes)
-    copier = StreamCopier(caches, slab, layout, CudaDevice(caches, slab, triton=False))
-    try:
+    with copying(triton=False) as (copier, caches, layout):
         store_and_load(copier, caches, layout.moves(GPULoadStoreSpec([5, 9, 2]), [0, 4, 6]), [5])
         assert copier.stats()["copies"] == "one by one"
         assert "801" in copier.stats()["why_not_copies"]
         assert len(cuda.batches) == 1
-    finally:
-        copier.close()
 
 
 def test_memory_that_is_not_pinned_does_not_end_batches_of_what_is(cuda, until):
     cuda.refuse_after = PORTION
-    caches = make_caches([(512, 0)])
-    layout = ChunkLayout(caches, 1)
-    slab = Slab(8, layout.slot_bytes)
-    copier = StreamCopier(caches, slab, layout, CudaDevice(caches, slab, triton=False))
-    try:
+    with copying(triton=False) as (copier, caches, layout):
         until(lambda: "why_not_pinned" in copier.stats())
         for slots in ([0, 2, 7, 5], [2, 0, 4, 6]):
             moves = layout.moves(GPULoadStoreSpec([5, 9, 2, 1]), slots)
             store_and_load(copier, caches, moves, [5, 9, 2, 1])
         assert copier.stats()["copies"] == "batched"
         assert cuda.batches == [[512, 512]] * 4
-    finally:
-        copier.close()
 
 
 def test_a_copy_that_waits_for_pinning_goes_on_without_when_the_copier_is_closed(cuda, monkeypatch):
@@ -251,49 +223,34 @@ def test_a_torch_that_does_not_tell_where_the_gpu_is_will_do(cuda, monkeypatch, 
 
 def test_memory_that_cannot_be_pinned_is_used_as_it_is_and_told(cuda, monkeypatch, caplog):
     cuda.refuse_after = 5 * 4096
-    caches = make_caches([(512, 0)])
-    layout = ChunkLayout(caches, 1)
-    slab = Slab(8, layout.slot_bytes)
-    copier = StreamCopier(caches, slab, layout, CudaDevice(caches, slab, triton=False))
-    try:
+    with copying(triton=False) as (copier, _, layout):
         moves = layout.moves(GPULoadStoreSpec([5, 9, 2]), [0, 4, 7])
         assert copier.launch(moves, True, copier.record_fence()).wait(10)
         assert copier.stats()["pinned_bytes"] == 3 * 4096
-    finally:
-        copier.close()
     assert "only 12.0 KiB of 32.0 KiB could be pinned" in caplog.text
     assert "RLIMIT_MEMLOCK is" in caplog.text
     assert not cuda.registered
 
 
 def test_the_engines_fence_is_on_its_current_stream_whichever_that_is(cuda, monkeypatch):
-    device = CudaDevice(make_caches([(512, 0)]), Slab(8, 4096))
-    try:
+    with contextlib.closing(CudaDevice(make_caches([(512, 0)]), Slab(8, 4096))) as device:
         for stream in (cuda.Stream(), cuda.Stream()):
             monkeypatch.setattr(torch.cuda, "current_stream", lambda device, now=stream: now)
             assert device.engine_event().torch.stream is stream
-    finally:
-        device.close()
 
 
 @pytest.mark.parametrize("stage_bytes", [10_000, 0])
 def test_a_gpu_without_room_for_staging_memory_is_no_error(cuda, monkeypatch, stage_bytes):
     """An engine leaves as little as its settings say; it would not start without 195 MiB."""
     monkeypatch.setattr(stream_copier, "LEAST_STAGE_BYTES", 1000)
-    caches = make_caches([(512, 0)])
-    layout = ChunkLayout(caches, 1)
-    slab = Slab(80, layout.slot_bytes)
     tables = 2 * TABLES * 3 * 8 * (stage_bytes // 512)
     cuda.device_bytes = 2 * LANES * stage_bytes + tables if stage_bytes else 1000
-    copier = StreamCopier(caches, slab, layout, CudaDevice(caches, slab), stage_bytes=40_000)
-    try:
+    with copying(num_slots=80, stage_bytes=40_000) as (copier, caches, layout):
         stats = copier.stats()
         assert stats["stage_bytes"] == stage_bytes
         assert stats["groups"] == ("staged" if stage_bytes else "direct")
         assert stats["why_not_stage_bytes"].startswith("the GPU has no memory left for ")
         store_and_load(copier, caches, layout.moves(GPULoadStoreSpec([5, 9]), [0, 4]), [5, 9])
-    finally:
-        copier.close()
 
 
 def test_a_copier_that_cannot_be_made_leaves_no_memory_pinned(cuda, monkeypatch):

@@ -5,6 +5,7 @@ import hashlib
 import re
 import threading
 import time
+from contextlib import closing
 
 import numpy as np
 import pytest
@@ -117,6 +118,12 @@ def staged(slots, fetched, tier="store"):
     return StagedLoadStoreSpec(
         slots, [Fetch(tier, tuple(fetched), tuple(KEYS[i] for i in fetched))]
     )
+
+
+TO_OR_FROM_A_TIER = {
+    "read": (staged(range(20), range(20)), GPULoadStoreSpec(range(40))),
+    "write": (CPULoadStoreSpec(range(20)), BackendLoadStoreSpec("store", KEYS)),
+}
 
 
 def test_a_load_fetches_what_is_missing_and_copies_what_is_here(half, until):
@@ -256,11 +263,7 @@ def test_a_misbehaving_store_is_a_failed_job_not_an_exception(half, until, verb,
     if fault == "hang":
         half.wait_at_most(0.3)
     half.store.plans = [Plan(fault, frozenset({verb}))]
-    if verb == "read":
-        spec = (staged(range(20), range(20)), GPULoadStoreSpec(range(40)))
-    else:
-        spec = (CPULoadStoreSpec(range(20)), BackendLoadStoreSpec("store", KEYS))
-    half.worker.submit(3, spec, 20)
+    half.worker.submit(3, TO_OR_FROM_A_TIER[verb], 20)
     (result,) = until(half.worker.get_finished)
     assert not any(result.ok)
     expected = {"raise": "error", "hang": "deadline", "miss": "missing"}[fault]
@@ -294,11 +297,7 @@ def test_a_store_that_answers_the_wrong_number_of_verdicts_is_a_failed_job(half,
         return [True]
 
     setattr(half.store, verb, confused)
-    if verb == "read":
-        spec = (staged(range(20), range(20)), GPULoadStoreSpec(range(40)))
-    else:
-        spec = (CPULoadStoreSpec(range(20)), BackendLoadStoreSpec("store", KEYS))
-    half.worker.submit(3, spec, 20)
+    half.worker.submit(3, TO_OR_FROM_A_TIER[verb], 20)
     (result,) = until(half.worker.get_finished)
     assert (result.ok, result.reason) == ((False,) * 20, "error")
 
@@ -355,8 +354,7 @@ def test_one_handler_serves_every_route_of_a_spec(new_kv_caches):
     caches = new_kv_caches(num_blocks=8)
     layout = ChunkLayout(caches, 2)
     config = parse_config({"cpu_bytes": 4 * layout.slot_bytes})
-    spec = TieredOffloadingSpec(config, layout.slot_bytes, {"of": "test"}, layout)
-    try:
+    with closing(TieredOffloadingSpec(config, layout.slot_bytes, {"of": "test"}, layout)) as spec:
         routes = list(spec.get_handlers(caches))
         assert tuple((source, destination) for source, destination, _ in routes) == ROUTES
         (handler,) = {handler for _, _, handler in routes}
@@ -371,8 +369,6 @@ def test_one_handler_serves_every_route_of_a_spec(new_kv_caches):
         assert handler.get_finished() == []
         for entry, pages in zip(caches.tensors, before, strict=True):
             assert torch.equal(entry.tensor[6:8], pages)
-    finally:
-        spec.close()
 
 
 def test_wait_returns_when_the_job_is_answered(half, until):

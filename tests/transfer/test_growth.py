@@ -7,10 +7,8 @@ import threading
 from collections import Counter
 
 import pytest
-import torch
 
 from kvoffload.transfer.cpu.copier import CpuCopier
-from kvoffload.transfer.cuda import fences, stream_copier
 from kvoffload.transfer.cuda.stream_copier import StreamCopier
 from kvoffload.transfer.layout import ChunkLayout
 from kvoffload.transfer.slab import Slab
@@ -23,16 +21,7 @@ from tests.support.interleavings import (
 from tests.support.late_device import LateDevice
 from tests.support.moves import move, moves_of
 
-
-@pytest.fixture(autouse=True)
-def _one_thread(monkeypatch):
-    """Nor does a wait sleep between two polls: the device runs nothing meanwhile."""
-    monkeypatch.setattr(fences, "POLL_S", 0)
-    monkeypatch.setattr(stream_copier, "POLL_S", 0)
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def held():

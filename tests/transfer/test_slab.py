@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -59,11 +60,8 @@ def test_a_slab_maps_what_was_asked_for_and_takes_it_as_it_is_used():
 def test_the_copier_lets_the_kernel_allocate_it_before_its_first_use(kv_caches, until):
     layout = ChunkLayout(kv_caches, [2])
     slab = Slab(6 * POPULATED_BYTES // layout.slot_bytes, layout.slot_bytes)
-    copier = CpuCopier(kv_caches, slab, layout)
-    try:
+    with closing(CpuCopier(kv_caches, slab, layout)):
         until(lambda: resident_bytes(slab.address)[0] >= slab.num_bytes)
-    finally:
-        copier.close()
 
 
 def test_a_copy_and_the_end_wait_for_one_part_of_that_alone(kv_caches, monkeypatch, until):

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from kvoffload.transfer.cuda import fences, stream_copier
+from kvoffload.transfer.cuda import stream_copier
 from kvoffload.transfer.cuda.copies import Copies
 from kvoffload.transfer.cuda.stream_copier import Launcher, StreamCopier
 from kvoffload.transfer.layout import ChunkLayout
@@ -21,6 +21,8 @@ from tests.support.interleavings import (
 )
 from tests.support.late_device import LateDevice
 from tests.support.moves import move, moves_of
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 RUNS = 1000
 
@@ -151,17 +153,6 @@ def test_copies_that_do_not_end_are_left_alone_when_the_copier_is_closed(monkeyp
     ended.set()
     copier.close()
     assert device.is_closed
-
-
-@pytest.fixture(autouse=True)
-def _one_thread(monkeypatch):
-    """Nor does a wait sleep between two polls: the device runs nothing meanwhile."""
-    monkeypatch.setattr(fences, "POLL_S", 0)
-    monkeypatch.setattr(stream_copier, "POLL_S", 0)
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 SHORT = 400

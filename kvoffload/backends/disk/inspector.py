@@ -344,9 +344,6 @@ class DiskInspector:
 @contextlib.contextmanager
 def inspected(root: str) -> Iterator[DiskInspector]:
     """Open a root; ConfigError: see the constructor, or a folder in it is not safe either."""
-    found = DiskInspector(root)
-    try:
+    with contextlib.closing(DiskInspector(root)) as found:
         refuse_unsafe_inside(found.vfs, found.root)
         yield found
-    finally:
-        found.close()

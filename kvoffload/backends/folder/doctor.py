@@ -119,8 +119,7 @@ def _rights(vfs: Vfs, root: str) -> Finding:
 def _sharing(root: str, is_root: bool) -> Finding:
     if not is_root:
         return Finding("sharing", "ok", "no engine has used it yet")
-    found = FolderInspector(root)
-    try:
+    with contextlib.closing(FolderInspector(root)) as found:
         store, hosts, (_, fault) = found.store(), found.hosts(), found.ledger()
         names = ", ".join(sorted(set(hosts))) or "no host"
         detail = f"store {store.store[:8] if store else 'unmarked'}, open on {names}"
@@ -132,8 +131,6 @@ def _sharing(root: str, is_root: bool) -> Finding:
              f"look again in {LEASE_S:.0f} s, when a lease that nobody renews has ended"),
             (True, "ok", f"{detail}; every host must show this store", ""),
         )  # fmt: skip
-    finally:
-        found.close()
 
 
 def _space(vfs: Vfs, root: str, options: FolderOptions) -> Finding:

@@ -181,8 +181,5 @@ class FolderInspector(DiskInspector):
 @contextlib.contextmanager
 def inspected(root: str, signature: SecretSeal | None) -> Iterator[FolderInspector]:
     """Open a root; ConfigError: see the constructor."""
-    found = FolderInspector(root, signature)
-    try:
+    with contextlib.closing(FolderInspector(root, signature)) as found:
         yield found
-    finally:
-        found.close()

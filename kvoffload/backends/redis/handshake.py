@@ -3,7 +3,7 @@
 import os
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from typing import NamedTuple
 
 from kvoffload.backends.redis.connection import Address, Connection
@@ -82,8 +82,7 @@ def connected(
         user: A name and a password in place of the access' own, and no database. ``timeout_s`` is
             then for everything together.
     """
-    connection = Connection(timeout_s)
-    try:
+    with closing(Connection(timeout_s)) as connection:
         deadline = time.monotonic() + timeout_s
         connection.open(address, access.tls, deadline, access.allowed.check_ip)
         if user is None:
@@ -92,8 +91,6 @@ def connected(
         else:
             authenticate(connection, *user)
         yield connection
-    finally:
-        connection.close()
 
 
 def info_of(reply: object) -> ServerInfo:

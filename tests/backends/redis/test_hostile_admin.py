@@ -78,16 +78,13 @@ FLOODS = {
 @pytest.mark.parametrize("command", ["survey", "purge", "described"])
 async def test_a_scan_without_end_takes_no_memory(flood, command):
     """It filled the I/O process with gigabytes at each reset of an engine."""
-    server = Flood(*FLOODS[flood])
-    try:
+    with contextlib.closing(Flood(*FLOODS[flood])) as server:
         async with opened(server) as backend:
             before = resident_bytes()
             with pytest.raises(OSError, match="protocol: "):
                 await asyncio.wait_for(COMMANDS[command](backend), 60)
             assert resident_bytes() - before < 64 << 20
             assert server.sent < 64 << 20
-    finally:
-        server.close()
 
 
 @pytest.mark.parametrize("command", [name for name in COMMANDS if name != "described"])
