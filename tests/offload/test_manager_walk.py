@@ -40,6 +40,11 @@ RETURNS = [
 ]
 GOOD = [-1, -1, -1, 0, 1, 2, 5]
 """Which chunks of a transfer arrive, as bits."""
+TIER_ANSWERS = [True, True, False, None]
+PROMPT, PLACE = st.integers(0, PROMPTS - 1), st.integers(0, LENGTH - 1)
+WHICH, TIER = st.integers(0, 9), st.integers(0, 1)
+HINT, TOLD = st.sampled_from(HINTS), st.sampled_from(RETURNS)
+ANSWER = {"which": WHICH, "good": st.sampled_from(GOOD), "settled": st.booleans()}
 
 
 @pytest.fixture(autouse=True)
@@ -48,6 +53,15 @@ def _quiet():
     logging.disable(logging.WARNING)
     yield
     logging.disable(logging.NOTSET)
+
+
+def calls(name, **drawn):
+    """Return a rule that takes a step of the walk with drawn values."""
+
+    def step(self, **values):
+        getattr(self.walk, name)(**values)
+
+    return rule(**drawn)(step)
 
 
 class ManagerMachine(RuleBasedStateMachine):
@@ -74,125 +88,29 @@ class ManagerMachine(RuleBasedStateMachine):
             how["share"],
         )
 
-    @rule(
-        prompt=st.integers(0, PROMPTS - 1),
-        tenant=st.sampled_from(TENANTS),
-        hint=st.sampled_from(HINTS),
-    )
-    def queue(self, prompt, tenant, hint):
-        self.walk.queue(prompt, tenant, hint)
-
-    @rule()
-    def serve_queue(self):
-        self.walk.serve_queue()
-
-    @rule(which=st.integers(0, 9))
-    def preempt(self, which):
-        self.walk.preempt(which)
-
-    @rule(which=st.integers(0, 9))
-    def admit(self, which):
-        self.walk.admit(which)
-
-    @rule(which=st.integers(0, 9))
-    def abort(self, which):
-        self.walk.abort(which)
-
-    @rule(
-        prompt=st.integers(0, PROMPTS - 1),
-        start=st.integers(0, LENGTH - 1),
-        hint=st.sampled_from(HINTS),
-    )
-    def load(self, prompt, start, hint):
-        self.walk.load(prompt, start, hint)
-
-    @rule(
-        which=st.integers(0, 9),
-        good=st.sampled_from(GOOD),
-        settled=st.booleans(),
-    )
-    def end_load(self, which, good, settled):
-        self.walk.end_load(which, good, settled)
-
-    @rule(
-        prompt=st.integers(0, PROMPTS - 1),
-        count=st.integers(1, LENGTH),
-        hint=st.sampled_from(HINTS),
-    )
-    def store(self, prompt, count, hint):
-        self.walk.store(prompt, count, hint)
-
-    @rule(
-        which=st.integers(0, 9),
-        good=st.sampled_from(GOOD),
-        settled=st.booleans(),
-    )
-    def end_store(self, which, good, settled):
-        self.walk.end_store(which, good, settled)
-
-    @rule()
-    def take_transfers(self):
-        self.walk.take_transfers()
-
-    @rule(
-        which=st.integers(0, 9),
-        good=st.sampled_from(GOOD),
-        settled=st.booleans(),
-    )
-    def end_transfer(self, which, good, settled):
-        self.walk.end_transfer(which, good, settled)
-
-    @rule(
-        which=st.integers(0, 9),
-        good=st.sampled_from(GOOD),
-        settled=st.booleans(),
-    )
-    def end_early_read(self, which, good, settled):
-        self.walk.end_early_read(which, good, settled)
-
-    @rule(which=st.integers(0, 19))
-    def answer_again(self, which):
-        self.walk.answer_again(which)
-
-    @rule(which=st.integers(0, 9))
-    def settle(self, which):
-        self.walk.settle(which)
-
-    @rule(t=st.integers(0, 1), p=st.integers(0, PROMPTS - 1), i=st.integers(0, LENGTH - 1))
-    def evict_below(self, t, p, i):
-        self.walk.evict_below(t, p, i)
-
-    @rule(t=st.integers(0, 1), prompt=st.integers(0, PROMPTS - 1))
-    def others_write(self, t, prompt):
-        self.walk.others_write(t, prompt)
-
-    @rule(t=st.integers(0, 1), answer=st.sampled_from([True, True, False, None]))
-    def tier_answers(self, t, answer):
-        self.walk.tier_answers(t, answer)
-
-    @rule(tokens=st.sampled_from([10, 1000]))
-    def compute(self, tokens):
-        self.walk.compute(tokens)
-
-    @rule(prompt=st.integers(0, PROMPTS - 1), told=st.sampled_from(RETURNS))
-    def touch(self, prompt, told):
-        self.walk.touch(prompt, told)
-
-    @rule(prompt=st.integers(0, PROMPTS - 1), told=st.sampled_from(RETURNS))
-    def retire(self, prompt, told):
-        self.walk.retire(prompt, told)
-
-    @rule(prompt=st.integers(0, PROMPTS - 1))
-    def explain(self, prompt):
-        self.walk.explain(prompt)
-
-    @rule()
-    def reset(self):
-        self.walk.reset()
-
-    @rule()
-    def replace_tiers(self):
-        self.walk.replace_tiers()
+    queue = calls("queue", prompt=PROMPT, tenant=st.sampled_from(TENANTS), hint=HINT)
+    serve_queue = calls("serve_queue")
+    preempt = calls("preempt", which=WHICH)
+    admit = calls("admit", which=WHICH)
+    abort = calls("abort", which=WHICH)
+    load = calls("load", prompt=PROMPT, start=PLACE, hint=HINT)
+    end_load = calls("end_load", **ANSWER)
+    store = calls("store", prompt=PROMPT, count=st.integers(1, LENGTH), hint=HINT)
+    end_store = calls("end_store", **ANSWER)
+    take_transfers = calls("take_transfers")
+    end_transfer = calls("end_transfer", **ANSWER)
+    end_early_read = calls("end_early_read", **ANSWER)
+    answer_again = calls("answer_again", which=st.integers(0, 19))
+    settle = calls("settle", which=WHICH)
+    evict_below = calls("evict_below", tier=TIER, prompt=PROMPT, i=PLACE)
+    others_write = calls("others_write", tier=TIER, prompt=PROMPT)
+    tier_answers = calls("tier_answers", tier=TIER, answer=st.sampled_from(TIER_ANSWERS))
+    compute = calls("compute", tokens=st.sampled_from([10, 1000]))
+    touch = calls("touch", prompt=PROMPT, told=TOLD)
+    retire = calls("retire", prompt=PROMPT, told=TOLD)
+    explain = calls("explain", prompt=PROMPT)
+    reset = calls("reset")
+    replace_tiers = calls("replace_tiers")
 
     @invariant()
     def consistent(self):
@@ -277,7 +195,7 @@ def seldom(walk, rng, a, prompt):
     elif a < 20:
         walk.others_write(a, prompt)
     elif a < 40:
-        walk.tier_answers(a, rng.choice([True, True, False, None]))
+        walk.tier_answers(a, rng.choice(TIER_ANSWERS))
     elif a < 50:
         walk.compute(rng.choice([10, 1000]))
     elif a < 60:

@@ -1,6 +1,5 @@
 """A real headless Chromium, told what to do over a pipe."""
 
-import base64
 import json
 import os
 import shutil
@@ -55,10 +54,6 @@ class Page:
         """Say that the reader's system asks for this scheme of colours: light or dark."""
         wish = {"name": "prefers-color-scheme", "value": scheme}
         self._ask("Emulation.setEmulatedMedia", features=[wish])
-
-    def screenshot(self, file: Path) -> None:
-        """Write what the page looks like, as a PNG."""
-        file.write_bytes(base64.b64decode(self._ask("Page.captureScreenshot")["data"]))
 
     def _ask(self, method: str, **params: Any) -> Any:
         self._last += 1

@@ -18,8 +18,7 @@ import copy
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
-from types import TracebackType
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 _PIECE_BYTES = 64 << 10
 
@@ -86,25 +85,19 @@ class CutAfter:
     """The connection is reset after so many bytes."""
 
     nbytes: int
+    _end: ClassVar[type[Cut | HalfClosed]] = Cut
 
     async def apply(self, data: bytes, offset: int) -> bytes:
         """See :class:`Fault`."""
         if offset + len(data) > self.nbytes:
-            raise Cut(data[: max(0, self.nbytes - offset)])
+            raise self._end(data[: max(0, self.nbytes - offset)])
         return data
 
 
-@dataclass(frozen=True)
-class HalfCloseAfter:
+class HalfCloseAfter(CutAfter):
     """After so many bytes nothing more comes this way, and the stream is ended properly."""
 
-    nbytes: int
-
-    async def apply(self, data: bytes, offset: int) -> bytes:
-        """See :class:`Fault`."""
-        if offset + len(data) > self.nbytes:
-            raise HalfClosed(data[: max(0, self.nbytes - offset)])
-        return data
+    _end = HalfClosed
 
 
 @dataclass(frozen=True)
@@ -218,22 +211,12 @@ class FaultProxy:
     def to_server(self, faults: Sequence[Fault]) -> None:
         self._faults["server"] = tuple(faults)
 
-    @property
-    def num_open(self) -> int:
-        """Clients connected now."""
-        return len(self._open) // 2
-
     async def __aenter__(self) -> "FaultProxy":
         self._server = await asyncio.start_server(self._accept, "127.0.0.1", 0)
         self.port = self._server.sockets[0].getsockname()[1]
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *raised: object) -> None:
         if self._server is not None:
             self._server.close()
         for _ in range(3):  # what was accepted this very moment comes to be known here

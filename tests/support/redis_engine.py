@@ -5,7 +5,6 @@ Payloads are a function of the key, and every byte that is loaded is checked.
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
-from types import TracebackType
 from typing import Any
 
 from kvoffload import open_backend
@@ -48,12 +47,7 @@ class RedisEngine:
     async def __aenter__(self) -> "RedisEngine":
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *raised: object) -> None:
         await asyncio.wait_for(self.backend.close(), LIMIT_S)
 
     async def store(self, keys: Sequence[bytes] | None = None) -> list[bool]:

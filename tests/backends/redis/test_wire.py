@@ -61,40 +61,29 @@ async def test_faults_on_the_wire(server, way):
             group.create_task(survives(server, name, way), name=name)
 
 
-async def test_loads_that_hang_while_all_else_is_answered_are_an_outage(server):
+@pytest.mark.parametrize("hung", ["loads", "stores"])
+async def test_what_hangs_while_all_else_is_answered_is_an_outage(server, hung):
     """A network that passes only small packets: a PING does not satisfy the probe."""
+    way = {"loads": "to_client", "stores": "to_server"}[hung]
     async with FaultProxy("127.0.0.1", server.port) as proxy:
         async with RedisEngine(f"redis://127.0.0.1:{proxy.port}") as engine:
             await engine.back()
-            proxy.to_client = [HangAfter(20_000)]
+            setattr(proxy, way, [HangAfter(20_000)])
             tried = 0
             while not engine.open:
                 assert all(await engine.backend.contains(engine.keys))
-                assert await engine.store(keys_of(1, f"other {tried}")) == [True]
-                await engine.load(engine.keys[:1])
+                new = keys_of(1, f"other {tried}")
+                if hung == "loads":
+                    assert await engine.store(new) == [True]
+                    await engine.load(engine.keys[:1])
+                else:
+                    assert await engine.load(engine.keys[:1]) == [True]
+                    await engine.store(new)
                 tried += 1
             assert tried <= 3
             await until(lambda: counted(engine, "probes", 2))
             assert engine.count("breaker_closed") == 0
-            proxy.to_client = []
-            await until(engine.hits)
-
-
-async def test_stores_that_hang_while_all_else_is_answered_are_an_outage(server):
-    async with FaultProxy("127.0.0.1", server.port) as proxy:
-        async with RedisEngine(f"redis://127.0.0.1:{proxy.port}") as engine:
-            await engine.back()
-            proxy.to_server = [HangAfter(20_000)]
-            tried = 0
-            while not engine.open:
-                assert all(await engine.backend.contains(engine.keys))
-                assert await engine.load(engine.keys[:1]) == [True]
-                await engine.store(keys_of(1, f"other {tried}"))
-                tried += 1
-            assert tried <= 3
-            await until(lambda: counted(engine, "probes", 2))
-            assert engine.count("breaker_closed") == 0
-            proxy.to_server = []
+            setattr(proxy, way, [])
             await until(engine.hits)
 
 
