@@ -71,6 +71,13 @@ def new_request():
     return FakeRequest
 
 
+@pytest.fixture
+def closing():
+    """Returns what it is given, and closes it at the end of the test, the last first."""
+    with contextlib.ExitStack() as stack:
+        yield lambda thing: stack.enter_context(contextlib.closing(thing))
+
+
 @pytest.fixture(scope="session")
 def python():
     """A command like ``python``, of which torch is imported already."""

@@ -137,20 +137,16 @@ FAST = {"timeout_s": 0.2, "connect_timeout_s": 0.2}
 
 
 @pytest.fixture
-def serving(kv_caches):
+def serving(kv_caches, closing):
     """Starts connectors with an endpoint; returns one, and a function that scrapes it."""
-    connectors = []
 
     def start(**settings):
         port = free_port()
         settings = {"cpu_bytes": "20KiB", "blocks_per_chunk": 2, "metrics_port": port, **settings}
         connector = LocalConnector(settings, kv_caches, block_size=4, facts={"model": "m"})
-        connectors.append(connector)
-        return connector, lambda: scrape(port)
+        return closing(connector), lambda: scrape(port)
 
-    yield start
-    for connector in connectors:
-        connector.close()
+    return start
 
 
 def scrape(port):
@@ -313,14 +309,12 @@ def test_connections_that_never_end_take_few_descriptors_and_no_threads(serving,
 
 def test_a_page_is_computed_once_a_second_for_all_who_ask():
     asked = []
-    server = MetricsServer("127.0.0.1", port := free_port(), lambda: asked.append(1) or ())
-    try:
+    port = free_port()
+    with contextlib.closing(MetricsServer("127.0.0.1", port, lambda: asked.append(1) or ())):
         before = len(asked)
         began_s = time.monotonic()
         pages = {frozenset(scrape(port)) for _ in range(100)}
         assert len(asked) - before <= 2 + time.monotonic() - began_s
-    finally:
-        server.close()
     assert len(pages) == 1
 
 

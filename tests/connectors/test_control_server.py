@@ -77,16 +77,11 @@ class Engine:
 
 
 @pytest.fixture
-def start(run):
-    started = []
-
+def start(run, closing):
     def start(*args, **more):
-        started.append(Engine(*args, **more))
-        return started[-1]
+        return closing(Engine(*args, **more))
 
-    yield start
-    for engine in started:
-        engine.close()
+    return start
 
 
 def test_folder_and_socket_are_private_and_nothing_is_left(run, start):

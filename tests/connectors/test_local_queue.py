@@ -16,9 +16,7 @@ BLOCKS, OTHERS = list(range(5, 16)), list(range(20, 31))
 
 
 @pytest.fixture
-def connect(kv_caches, tmp_path):
-    made = []
-
+def connect(kv_caches, tmp_path, closing):
     def make(num_chunks, **settings):
         config = {
             "cpu_bytes": num_chunks * SLOT_BYTES,
@@ -29,12 +27,9 @@ def connect(kv_caches, tmp_path):
             **settings,
         }
         facts = {"model": "m", "weights": "w", "dtype": "float32"}
-        made.append(LocalConnector(config, kv_caches, block_size=BLOCK, facts=facts))
-        return made[-1]
+        return closing(LocalConnector(config, kv_caches, block_size=BLOCK, facts=facts))
 
-    yield make
-    for connector in made:
-        connector.close()
+    return make
 
 
 def store(connector, request, kv_caches, seed):

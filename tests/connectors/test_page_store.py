@@ -66,18 +66,13 @@ def planned(tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def opened():
-    made = []
-
+def opened(closing):
     def begin(*backends, slots=8, facts=None, tokens=0, asks=False, **settings):
         config = {"cpu_bytes": 0, "staging_bytes": slots * 4096, "backends": backends, **settings}
         facts = facts or {"model": "m"}
-        made.append(PageStore(parse_config(config), PAGE, facts, lambda key: tokens, asks=asks))
-        return made[-1]
+        return closing(PageStore(parse_config(config), PAGE, facts, lambda key: tokens, asks=asks))
 
-    yield begin
-    for store in made:
-        store.close()
+    return begin
 
 
 def keys(count, start=0):

@@ -70,9 +70,8 @@ class Running:
 
 
 @pytest.fixture
-def run(tiny, planned, tmp_path):
+def run(tiny, planned, tmp_path, closing):
     """Start engines over host memory and a planned store on a disk."""
-    running = []
 
     def run(**more):
         tier = {"type": "planned", **planned.options, "root": str(tmp_path / "kv")}
@@ -84,12 +83,9 @@ def run(tiny, planned, tmp_path):
             "max_model_len": 96,
             "offload": offload | more,
         }
-        running.append(Running(settings))
-        return running[-1]
+        return closing(Running(settings))
 
-    yield run
-    for engine in running:
-        engine.close()
+    return run
 
 
 PROMPT = list(range(1, 1 + BLOCK * CHUNKS))

@@ -36,21 +36,17 @@ class Liar(Store):
 
 
 @pytest.fixture
-def presence_on():
+def presence_on(closing):
     """Open a store behind an I/O client; return what the engine's side knows of it."""
-    clients = []
 
     def presence(store, timeout_s, clock=None):
-        client = client_over({"t": store}, Slab(1, 4096), lookup_timeout_s=timeout_s)
-        clients.append(client)
+        client = closing(client_over({"t": store}, Slab(1, 4096), lookup_timeout_s=timeout_s))
         tier = client.tiers["t"]
         if clock is not None:
             tier._cache._clock = clock
         return tier
 
-    yield presence
-    for client in clients:
-        client.close()
+    return presence
 
 
 def answer(prober, key, until):

@@ -105,18 +105,15 @@ class Unlisted:
 
 
 @pytest.fixture
-def client_of(monkeypatch):
+def client_of(monkeypatch, closing):
     """Start a client over a store; a renewal opens another one in its place."""
-    clients = []
 
     def client_of(store, heir):
-        clients.append(client_over({"memory": store}, Slab(4, 4096)))
+        client = closing(client_over({"memory": store}, Slab(4, 4096)))
         monkeypatch.setattr(registry, "open_backend", lambda *_, **__: heir)
-        return clients[-1]
+        return client
 
-    yield client_of
-    for client in clients:
-        client.close()
+    return client_of
 
 
 def test_a_job_that_ends_on_an_old_store_tells_nothing_of_the_new_one(client_of, until, listener):

@@ -98,17 +98,13 @@ def test_a_copy_that_failed_took_no_time(until):
 
 
 @pytest.fixture
-def over(half):
+def over(half, closing):
     """Return what starts a client over a store."""
-    made = []
 
     def start(store):
-        made.append(client_over({"store": store}, half.slab))
-        return made[-1]
+        return closing(client_over({"store": store}, half.slab))
 
-    yield start
-    for io in made:
-        io.close()
+    return start
 
 
 def test_a_load_from_a_tier_took_its_reads_and_the_last_copy(half, monkeypatch, over, until):

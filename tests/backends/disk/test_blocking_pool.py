@@ -19,20 +19,15 @@ def stalls():
 
 
 @pytest.fixture
-def make(stalls):
+def make(stalls, closing):
     class Pool(BlockingPool):
         async def fill(self, answers, work, **options):
             await super().fill(answers, work, lambda *call: stalls.append(call), **options)
 
-    pools = []
-
     def made(threads=2, stall_s=60.0):
-        pools.append(Pool("pool", threads, stall_s))
-        return pools[-1]
+        return closing(Pool("pool", threads, stall_s))
 
-    yield made
-    for pool in pools:
-        pool.close()
+    return made
 
 
 class Stuck:

@@ -90,16 +90,11 @@ class Talk:
 
 
 @pytest.fixture
-def talk(one_server):
-    made = []
-
+def talk(one_server, closing):
     def make():
-        made.append(Talk(one_server.path))
-        return made[-1]
+        return closing(Talk(one_server.path))
 
-    yield make
-    for each in made:
-        each.close()
+    return make
     assert serves(Talk(one_server.path).greet())
 
 
