@@ -14,23 +14,12 @@ log = logging.getLogger(__name__)
 Kind = Literal["read", "write"]
 
 
-class CountedBackend(Observable):
-    """Counts what happens to chunks, and logs what the functions of a subclass raise.
+class Counts:
+    """Counts by reason. Thread-safe."""
 
-    Args:
-        name: of the store, for the log; by default that of the class.
-    """
-
-    def __init__(self, name: str = "") -> None:
-        self.__name = name or type(self).__name__
-        self.__closed = False
+    def __init__(self) -> None:
         self.__counts: Counter[str] = Counter()
         self.__lock = threading.Lock()
-        self.__failures = Throttle(log)
-
-    def usage(self) -> Usage:
-        """Return what is stored; zeros by default, as a store need not know."""
-        return Usage(0, None, 0)
 
     def count(self, reason: str, number: int = 1) -> None:
         """Add to a counter; thread-safe."""
@@ -41,6 +30,24 @@ class CountedBackend(Observable):
         """Return the counts by reason, those of the base classes included."""
         with self.__lock:
             return dict(self.__counts)
+
+
+class CountedBackend(Counts, Observable):
+    """Counts what happens to chunks, and logs what the functions of a subclass raise.
+
+    Args:
+        name: of the store, for the log; by default that of the class.
+    """
+
+    def __init__(self, name: str = "") -> None:
+        super().__init__()
+        self.__name = name or type(self).__name__
+        self.__closed = False
+        self.__failures = Throttle(log)
+
+    def usage(self) -> Usage:
+        """Return what is stored; zeros by default, as a store need not know."""
+        return Usage(0, None, 0)
 
     def note_failure(self, kind: Kind, error: Exception) -> None:
         """Count and log that a function raised, and its chunk is a miss."""

@@ -239,12 +239,18 @@ class HostCache:
 
     # ---- ready chunks, pins ----
 
-    def all_ready(self, keys: Sequence[OffloadKey]) -> bool:
-        """Make incoming chunks ready, in the order given; False, without a change, if not all."""
-        slots = list(map(self.incoming.pop, keys, repeat(-1)))
+    def all_ready(
+        self, keys: Sequence[OffloadKey], place: dict[OffloadKey, int] | None = None
+    ) -> bool:
+        """Make incoming chunks evictable, or those of another place, in the order given.
+
+        False, without a change, if one of them is not there.
+        """
+        place = self.incoming if place is None else place
+        slots = list(map(place.pop, keys, repeat(-1)))
         if -1 in slots:
             pairs = zip(keys, slots, strict=True)
-            self.incoming.update((key, slot) for key, slot in pairs if slot >= 0)
+            place.update((key, slot) for key, slot in pairs if slot >= 0)
             return False
         self.make_evictable(keys, slots)
         return True
@@ -281,13 +287,7 @@ class HostCache:
         """
         if self._more_uses and not self._more_uses.keys().isdisjoint(keys):
             return False
-        slots = list(map(self.pinned.pop, keys, repeat(-1)))
-        if -1 in slots:
-            pairs = zip(keys, slots, strict=True)
-            self.pinned.update((key, slot) for key, slot in pairs if slot >= 0)
-            return False
-        self.make_evictable(keys, slots)
-        return True
+        return self.all_ready(keys, self.pinned)
 
     def pin(self, key: OffloadKey) -> int:
         """Begin a use of a ready chunk and return its slot."""

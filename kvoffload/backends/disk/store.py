@@ -10,10 +10,11 @@ import errno
 import logging
 import os
 import threading
-from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 
 from kvoffload.backends.base import ReadResult, Removal
+from kvoffload.backends.counted import Counts
 from kvoffload.backends.disk.chunk_file import ChunkFiles, bytes_on_disk, choose_io, reason_of
 from kvoffload.backends.disk.chunk_forms import Draft, Form, Seen
 from kvoffload.backends.disk.expiry import UseTimes
@@ -42,11 +43,12 @@ _MAX_NAMESPACES = 1 << 16
 """A name has two bytes for the number."""
 
 
-class DiskStore:
+class DiskStore(Counts):
     """One root, open for one namespace. Thread-safe."""
 
     def __init__(self, vfs: Vfs, options: DiskOptions, namespace: str) -> None:
         """Open the root, made if missing; ConfigError: a bad setting, or an unsafe root."""
+        super().__init__()
         self.vfs = vfs
         self.path = os.path.abspath(os.path.expanduser(options.root))
         self.namespace = namespace
@@ -56,7 +58,6 @@ class DiskStore:
         self._lock = threading.Lock()
         self._publishing = threading.Lock()
         self._large_writes = threading.BoundedSemaphore(options.write_threads or _LARGE_WRITES)
-        self._counts: Counter[str] = Counter()
         self._damaged, self._undeletable, self._unreadable = (Throttle(log) for _ in range(3))
         self._removals: deque[Removal] = deque(maxlen=_MAX_REMOVALS)
         self._shards = Shards(vfs, self.count)
@@ -147,14 +148,6 @@ class DiskStore:
         return self.root.writer.temporary()
 
     # ---- figures ---------------------------------------------------------------------------
-
-    def count(self, reason: str, times: int = 1) -> None:
-        with self._lock:
-            self._counts[reason] += times
-
-    def counters(self) -> Mapping[str, int]:
-        with self._lock:
-            return dict(self._counts)
 
     def _policy_failed(self, error: Exception) -> None:
         self.count("policy_failed")
