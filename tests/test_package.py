@@ -208,25 +208,25 @@ def test_the_wheel_is_the_package_and_nothing_else(built):
     assert not any("benchmarks" in name or "tests" in name for name in names)
 
 
-def test_a_bench_from_a_wheel_says_that_it_needs_the_checkout(built, tmp_path):
+@pytest.fixture
+def in_wheel(built, tmp_path):
+    """Unpack the wheel, and return what runs a program with it alone."""
     with zipfile.ZipFile(built[1]) as archive:
         archive.extractall(tmp_path)
-    shown = subprocess.run(
-        [sys.executable, "-c", "from kvoffload.cli.main import main; main()", "bench", "copy"],
-        cwd=tmp_path, capture_output=True, text=True, check=False,
-        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+    env = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    return lambda *words: subprocess.run(
+        [sys.executable, "-c", *words],
+        cwd=tmp_path, capture_output=True, text=True, check=False, env=env,
     )  # fmt: skip
+
+
+def test_a_bench_from_a_wheel_says_that_it_needs_the_checkout(in_wheel):
+    shown = in_wheel("from kvoffload.cli.main import main; main()", "bench", "copy")
     assert shown.returncode == 2, shown.stderr
     assert "needs the source checkout" in shown.stderr
 
 
-def test_the_demo_is_part_of_an_unpacked_wheel(built, tmp_path):
-    with zipfile.ZipFile(built[1]) as archive:
-        archive.extractall(tmp_path)
-    shown = subprocess.run(
-        [sys.executable, "-c", "import kvoffload.demo.showcase as demo; print(demo.__file__)"],
-        cwd=tmp_path, capture_output=True, text=True, check=False,
-        env={**os.environ, "PYTHONPATH": str(tmp_path)},
-    )  # fmt: skip
+def test_the_demo_is_part_of_an_unpacked_wheel(in_wheel, tmp_path):
+    shown = in_wheel("import kvoffload.demo.showcase as demo; print(demo.__file__)")
     assert shown.returncode == 0, shown.stderr
     assert Path(shown.stdout.strip()).is_relative_to(tmp_path)

@@ -81,6 +81,15 @@ def store(connector, request):
     connector.request_finished(request)
 
 
+def store_all(connector, new_request):
+    """Store twenty prompts; return their names."""
+    names = [f"p{i}" for i in range(20)]
+    for name in names:
+        store(connector, new_request(name, BLOCK * CHUNKS + 1))
+        assert connector.flush()
+    return names
+
+
 def busy(connector):
     return connector.stats()["host_chunks_busy"]
 
@@ -104,9 +113,7 @@ def test_a_tier_whose_writes_hang_keeps_its_share_and_the_other_tier_stores(
 def test_a_tier_whose_reads_hang_keeps_half_of_host_memory_until_they_return(
     connector, new_request, hung, until
 ):
-    for i in range(20):
-        store(connector, new_request(f"p{i}", BLOCK * CHUNKS + 1))
-        assert connector.flush()
+    store_all(connector, new_request)
     hung.hung_verb = "read"
     for i in range(10):
         request = new_request(f"p{i}", BLOCK * CHUNKS + 1, request_id=f"load {i}")
@@ -140,10 +147,7 @@ def begin_all(connector, new_request, names):
 def test_reads_that_hang_and_begin_in_one_step_keep_no_more_than_their_share(
     connector, new_request, hung, until
 ):
-    names = [f"p{i}" for i in range(20)]
-    for name in names:
-        store(connector, new_request(name, BLOCK * CHUNKS + 1))
-        assert connector.flush()
+    names = store_all(connector, new_request)
     connector._manager.reset_cache()
     hung.hung_verb = "read"
     connector._manager.tiers = connector._manager.tiers[:1]  # the other one would help out
@@ -184,10 +188,7 @@ def test_a_load_has_one_record_and_a_table_only_where_something_waits_for_it(
 
 @pytest.mark.parametrize("connector", [60.0], indirect=True)
 def test_a_burst_of_loads_from_a_tier_that_answers_is_loaded_whole(connector, new_request, until):
-    names = [f"p{i}" for i in range(20)]
-    for name in names:
-        store(connector, new_request(name, BLOCK * CHUNKS + 1))
-        assert connector.flush()
+    names = store_all(connector, new_request)
     connector._manager.reset_cache()
     connector._manager.tiers = connector._manager.tiers[:1]
     waiting, loaded = names, []

@@ -210,6 +210,14 @@ def test_blocks_written_again_before_a_late_store_read_them_are_stored_right(tin
     assert results[0].token_ids == results[2].token_ids
 
 
+def over_disk(model, root, **offload):
+    """Return settings of an engine with a chunk a block, in host memory and on a disk."""
+    disk = {"type": "disk", "root": str(root), "capacity": "64MiB"}
+    offload = {"cpu_bytes": "1MiB", "blocks_per_chunk": 1, "backends": [disk], **offload}
+    settings = {"model": model, "max_model_len": MAX_LEN, "kv_cache_bytes": "256KiB"}
+    return {**settings, "offload": offload}
+
+
 HARM = {
     "deleted": (lambda file, other: file.unlink(), "read_missing"),
     "emptied": (lambda file, other: file.write_bytes(b""), "corrupt"),
@@ -224,17 +232,7 @@ HARM = {
 @pytest.mark.parametrize("harm", HARM)
 def test_a_harmed_file_is_recomputed_and_its_reason_counted(tiny, tmp_path, harm):
     do, reason = HARM[harm]
-    config = {
-        "model": tiny,
-        "block_size": 8,
-        "max_model_len": MAX_LEN,
-        "kv_cache_bytes": "256KiB",
-        "offload": {
-            "cpu_bytes": "1MiB",
-            "blocks_per_chunk": 1,
-            "backends": [{"type": "disk", "root": str(tmp_path), "capacity": "64MiB"}],
-        },
-    }
+    config = {**over_disk(tiny, tmp_path), "block_size": 8}
     prompt = [i * 7 % 256 for i in range(88)]
     params = SamplingParams(max_tokens=8, ignore_eos=True)
     with Engine(config) as engine:
@@ -263,18 +261,8 @@ def test_a_load_that_hangs_ends_by_its_deadline_aborted_or_not(
     monkeypatch.setattr(
         registry, "open_backend", lambda *a, **kw: FaultyBackend(open_backend(*a, **kw), *hang)
     )
-    config = {
-        "model": tiny,
-        "max_model_len": MAX_LEN,
-        "kv_cache_bytes": "256KiB",
-        "offload": {
-            "cpu_bytes": "1MiB",
-            "blocks_per_chunk": 1,
-            "backends": [{"type": "disk", "root": str(tmp_path), "capacity": "64MiB"}],
-            "load_timeout_s": 0.1,
-            "io": "thread",  # where the registry is patched
-        },
-    }
+    # The registry is patched in this process.
+    config = over_disk(tiny, tmp_path, load_timeout_s=0.1, io="thread")
     prompt = list(range(80))
     with Engine(config) as engine:
         (right,) = engine.generate([prompt])
@@ -319,16 +307,7 @@ def test_a_restarted_engine_goes_on_from_disk_with_bit_equal_pages(tiny, tmp_pat
 
 
 def test_other_weights_find_nothing_of_these(tiny, tmp_path):
-    config = {
-        "model": tiny,
-        "max_model_len": MAX_LEN,
-        "kv_cache_bytes": "256KiB",
-        "offload": {
-            "cpu_bytes": "1MiB",
-            "blocks_per_chunk": 1,
-            "backends": [{"type": "disk", "root": str(tmp_path), "capacity": "64MiB"}],
-        },
-    }
+    config = over_disk(tiny, tmp_path)
     prompt = list(range(90))
     with Engine(config) as engine:
         engine.generate([prompt], SamplingParams(max_tokens=2))

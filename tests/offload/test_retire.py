@@ -14,9 +14,17 @@ POLICIES = ["lru", "arc", "handicap"]
 
 
 def new_manager(policy, slots, stores=(), **settings):
-    order = registry.load(registry.POLICIES, policy, "policy")(slots)
+    order = policy
+    if isinstance(policy, str):
+        order = registry.load(registry.POLICIES, policy, "policy")(slots)
     tiers = [Tier(f"tier{i}", store, store) for i, store in enumerate(stores)]
     return TieredOffloadingManager(HostCache(slots, order), tiers, **settings)
+
+
+def stored(manager, chunks, context=A):
+    manager.prepare_store(chunks, context)
+    manager.complete_store(chunks, context)
+    return chunks
 
 
 def evicted_one_by_one(manager, count):
@@ -33,8 +41,7 @@ def test_stores_that_end_after_their_request_keep_the_tail_first(policy, parts):
     manager = new_manager(policy, 4)
     a = keys("a", 4)
     manager.touch(a, A)
-    manager.prepare_store(a[:2], A)
-    manager.complete_store(a[:2], A)
+    stored(manager, a[:2])
     manager.prepare_store(a[2:], A)
     manager.retire(a, A)
     for first, end in parts:
@@ -48,8 +55,7 @@ def stored_in_steps(manager):
     a = keys("a", 6)
     manager.touch(a, A)
     for i in range(0, 6, 2):
-        manager.prepare_store(a[i : i + 2], A)
-        manager.complete_store(a[i : i + 2], A)
+        stored(manager, a[i : i + 2])
     return a
 
 
@@ -75,8 +81,7 @@ def test_slots_released_after_an_unsettled_write_keep_the_tail_first(policy):
     manager = new_manager(policy, 4, [Store()], max_persisting_slots=4)
     a = keys("a", 4)
     manager.touch(a, A)
-    manager.prepare_store(a, A)
-    manager.complete_store(a, A)
+    stored(manager, a)
     (transfer,) = manager.take_transfers()
     manager.retire(a, A)
     ok = [False] * 4
@@ -160,9 +165,7 @@ def test_of_two_requests_with_one_head_both_tails_leave_before_it():
 
 def test_a_write_that_was_dropped_is_not_waited_for():
     manager = new_manager("lru", 2, [Store()], max_persisting_slots=1)
-    a = keys("a", 2)
-    manager.prepare_store(a, A)
-    manager.complete_store(a, A)
+    a = stored(manager, keys("a", 2))
     (first,) = manager.take_transfers()
     manager.retire(a, A)
     assert manager.prepare_store(keys("b", 1), B).evicted_keys == (a[1],)
@@ -174,9 +177,7 @@ def test_a_write_that_was_dropped_is_not_waited_for():
 @pytest.mark.parametrize("forget", ["reset_cache", "replace_tiers"])
 def test_nothing_is_waited_for_after_everything_was_forgotten(forget):
     manager = new_manager("lru", 4, [Store()], max_persisting_slots=1)
-    a = keys("a", 2)
-    manager.prepare_store(a, A)
-    manager.complete_store(a, A)
+    a = stored(manager, keys("a", 2))
     manager.retire(a, A)
     manager.reset_cache() if forget == "reset_cache" else manager.replace_tiers([])
     manager.check()
@@ -194,13 +195,8 @@ class CountingLRU(LRUPolicy):
 @pytest.mark.parametrize("lengths", [range(1, 33), range(32, 0, -1), [32] * 32])
 def test_writes_that_land_together_cost_the_same_however_many_requests_wait(lengths):
     order = CountingLRU(32)
-    store = Store()
-    manager = TieredOffloadingManager(
-        HostCache(32, order), [Tier("tier0", store, store)], max_persisting_slots=32
-    )
-    a = keys("a", 32)
-    manager.prepare_store(a, A)
-    manager.complete_store(a, A)
+    manager = new_manager(order, 32, [Store()], max_persisting_slots=32)
+    a = stored(manager, keys("a", 32))
     (transfer,) = manager.take_transfers()
     for i, length in enumerate(lengths):
         manager.retire(a[:length], ReqContext(f"r{i}"))
@@ -213,13 +209,8 @@ def test_writes_that_land_together_cost_the_same_however_many_requests_wait(leng
 
 def test_a_request_that_ends_again_is_put_in_order_once():
     order = CountingLRU(33)
-    store = Store()
-    manager = TieredOffloadingManager(
-        HostCache(33, order), [Tier("tier0", store, store)], max_persisting_slots=1
-    )
-    a = keys("a", 32)
-    manager.prepare_store(a, A)
-    manager.complete_store(a, A)
+    manager = new_manager(order, 33, [Store()], max_persisting_slots=1)
+    a = stored(manager, keys("a", 32))
     for length in range(32, 0, -1):
         manager.retire(a[:length], A)
     before = order.added
@@ -229,13 +220,10 @@ def test_a_request_that_ends_again_is_put_in_order_once():
 
 def test_a_tier_that_hangs_does_not_let_the_lists_of_ended_requests_grow():
     manager = new_manager("lru", 64, [Store()], max_persisting_slots=1)
-    head = keys("h", 40)
-    manager.prepare_store(head, A)
-    manager.complete_store(head, A)
+    head = stored(manager, keys("h", 40))
     for i in range(200):
         context, own = ReqContext(f"r{i}"), keys(f"own {i} ", 1)
-        manager.prepare_store(own, context)
-        manager.complete_store(own, context)
+        stored(manager, own, context)
         manager.retire([*head, *own], context)
         manager.check()
     waiting = {id(it): it for it in manager._retirement._in_flight.values()}
@@ -249,8 +237,7 @@ def test_a_load_of_a_tail_that_ends_after_its_request_keeps_the_tail_first(polic
     manager = new_manager(policy, 4)
     a = keys("a", 4)
     manager.touch(a, A)
-    manager.prepare_store(a, A)
-    manager.complete_store(a, A)
+    stored(manager, a)
     manager.retire(a, A)
     manager.touch(a, B)
     job = manager.begin_load(a[first:], B)  # the head is in GPU memory
@@ -267,8 +254,7 @@ def test_a_fetch_of_a_tail_that_ends_after_its_request_keeps_the_tail_first(poli
     a = keys("a", 4)
     manager = new_manager(policy, 5, [Store(a[2:])])
     manager.touch(a, A)
-    manager.prepare_store(a[:2], A)
-    manager.complete_store(a[:2], A)
+    stored(manager, a[:2])
     written(manager, manager.take_transfers())
     job = manager.begin_load(a[2:], A)  # the head is in GPU memory
     manager.retire(a, A)

@@ -18,6 +18,13 @@ def clock():
     return Clock()
 
 
+def opened(clock, nbytes=0, **settings):
+    breaker = CircuitBreaker(clock=clock, **settings)
+    for _ in range(3):
+        breaker.failure("load", nbytes=nbytes)
+    return breaker
+
+
 def test_three_failures_in_a_row_open_it(clock):
     breaker = CircuitBreaker(clock=clock)
     assert [breaker.failure("load") for _ in range(3)] == [False, False, True]
@@ -46,9 +53,7 @@ def test_one_failure_that_took_a_second_to_show_opens_it(clock):
 
 @pytest.mark.parametrize("jitter", [0.0, 0.5, 0.999])
 def test_probes_are_at_least_a_second_apart_and_never_all_at_once(clock, jitter):
-    breaker = CircuitBreaker(clock=clock, jitter=lambda: jitter)
-    for _ in range(3):
-        breaker.failure("load")
+    breaker = opened(clock, jitter=lambda: jitter)
     for _ in range(5):
         assert 1.0 <= breaker.probe_in() < 1.34
         clock.now += breaker.probe_in()
@@ -57,9 +62,7 @@ def test_probes_are_at_least_a_second_apart_and_never_all_at_once(clock, jitter)
 
 
 def test_a_good_probe_closes_it_and_the_next_failure_opens_it_at_once(clock):
-    breaker = CircuitBreaker(clock=clock)
-    for _ in range(3):
-        breaker.failure("load")
+    breaker = opened(clock)
     breaker.probe_succeeded()
     assert not breaker.is_open
     clock.now += 60
@@ -70,9 +73,7 @@ def test_a_good_probe_closes_it_and_the_next_failure_opens_it_at_once(clock):
 
 
 def test_open_it_counts_nothing(clock):
-    breaker = CircuitBreaker(clock=clock)
-    for _ in range(3):
-        breaker.failure("load")
+    breaker = opened(clock)
     assert not breaker.failure("load")
     breaker.success("load")
     assert breaker.is_open
@@ -121,18 +122,14 @@ def test_probes_that_promise_too_much_become_rarer_until_something_succeeds(cloc
 
 def test_a_late_success_changes_nothing_in_an_open_breaker(clock):
     """The load was in flight when another request opened the breaker."""
-    breaker = CircuitBreaker(clock=clock)
-    for _ in range(3):
-        breaker.failure("load", nbytes=1000)
+    breaker = opened(clock, nbytes=1000)
     breaker.success("load", 1000)
     breaker.probe_succeeded()
     assert breaker.failure("load", nbytes=1000)
 
 
 def test_only_the_kind_of_request_that_opened_the_breaker_relapses(clock):
-    breaker = CircuitBreaker(clock=clock, jitter=lambda: 0.0)
-    for _ in range(3):
-        breaker.failure("load")
+    breaker = opened(clock, jitter=lambda: 0.0)
     for pause in (1.0, 2.0):
         breaker.probe_succeeded()
         assert breaker.failure("load")
