@@ -43,6 +43,8 @@ from kvoffload.metrics.endpoint import MetricsServer, serve_metrics
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
+Move = Callable[[PageStore, Sequence[bytes], Sequence[Page]], list[bool]]
+"""Loads or saves pages under these keys; returns which of them it did."""
 
 _OF_KV, _OF_SIDE_POOL, _GENERIC = (number.to_bytes(4, "big") for number in range(3))
 """Ends of keys: a page of the KV pool, a page of a side pool, a key of a generic call."""
@@ -247,24 +249,18 @@ class KVOffloadHiCache(HiCacheStorage):  # type: ignore[misc]  # untyped base
         self, keys: list[str], host_indices: Any, extra_info: Any = None
     ) -> list[bool]:
         """Load pages into the host pool."""
-        failed = [False] * len(keys)
-        return self._tried(
-            lambda store: self._load(
-                store, _page_keys(keys), self._kv.pages(host_indices, len(keys))
-            ),
-            failed,
-        )
+        return self._each_page(self._load, keys, host_indices)
 
     def batch_set_v1(
         self, keys: list[str], host_indices: Any, extra_info: Any = None
     ) -> list[bool]:
         """Store pages of the host pool."""
-        failed = [False] * len(keys)
+        return self._each_page(self._save, keys, host_indices)
+
+    def _each_page(self, move: Move, keys: list[str], host_indices: Any) -> list[bool]:
         return self._tried(
-            lambda store: self._save(
-                store, _page_keys(keys), self._kv.pages(host_indices, len(keys))
-            ),
-            failed,
+            lambda store: move(store, _page_keys(keys), self._kv.pages(host_indices, len(keys))),
+            [False] * len(keys),
         )
 
     # ---- pages of side pools ----
@@ -277,11 +273,7 @@ class KVOffloadHiCache(HiCacheStorage):  # type: ignore[misc]  # untyped base
         """Store pages of the host pools of several kinds of state."""
         return self._each_pool(transfers, self._save)
 
-    def _each_pool(
-        self,
-        transfers: list[Any],
-        move: Callable[[PageStore, Sequence[bytes], Sequence[Page]], list[bool]],
-    ) -> dict[str, list[bool]]:
+    def _each_pool(self, transfers: list[Any], move: Move) -> dict[str, list[bool]]:
         answers = {}
         for transfer in transfers:
             hashes = transfer.keys or []
