@@ -24,6 +24,7 @@ from tests.support.interleavings import (
     PER_CHUNK,
     Interleaving,
     small_caches,
+    small_parts,
     words,
 )
 from tests.support.moves import move, moves_of
@@ -135,9 +136,7 @@ class CudaEngine:
 
 @pytest.mark.parametrize("first", range(0, 1000, 100))
 def test_whatever_the_order_every_block_and_slot_holds_what_it_must(first):
-    caches = small_caches("cuda")
-    layout = ChunkLayout(caches, PER_CHUNK)
-    slab = tier_slab(NUM_SLOTS, layout.slot_bytes)
+    caches, layout, slab = small_parts("cuda", new_slab=tier_slab)
     stage_bytes = [16, 1000, 1 << 20][first // 100 % 3]
     with closing(
         new_copier(
@@ -232,9 +231,7 @@ def test_caches_made_under_inference_mode_are_loaded(direct_page_bytes):
 
 
 def test_a_store_waits_for_the_stream_that_the_engine_uses():
-    caches = small_caches("cuda")
-    layout = ChunkLayout(caches, PER_CHUNK)
-    slab = tier_slab(NUM_SLOTS, layout.slot_bytes)
+    caches, layout, slab = small_parts("cuda", new_slab=tier_slab)
     with closing(new_copier(caches, slab, layout)) as copier:
         with torch.cuda.stream(torch.cuda.Stream()):
             torch.cuda._sleep(50_000_000)
@@ -247,9 +244,7 @@ def test_a_store_waits_for_the_stream_that_the_engine_uses():
 
 @pytest.mark.parametrize("direct_page_bytes", [1, 1 << 30])
 def test_a_copier_closed_while_copies_run_lets_them_end_first(direct_page_bytes):
-    caches = small_caches("cuda")
-    layout = ChunkLayout(caches, PER_CHUNK)
-    slab = tier_slab(NUM_SLOTS, layout.slot_bytes)
+    caches, layout, slab = small_parts("cuda", new_slab=tier_slab)
     copier = new_copier(caches, slab, layout, direct_page_bytes=direct_page_bytes)
     torch.cuda._sleep(200_000_000)
     fences = [
@@ -262,9 +257,7 @@ def test_a_copier_closed_while_copies_run_lets_them_end_first(direct_page_bytes)
 
 
 def test_memory_and_threads_do_not_grow_over_many_transfers():
-    caches = small_caches("cuda")
-    layout = ChunkLayout(caches, PER_CHUNK)
-    slab = tier_slab(NUM_SLOTS, layout.slot_bytes)
+    caches, layout, slab = small_parts("cuda", new_slab=tier_slab)
     copier = new_copier(caches, slab, layout)
     moves = moves_of(move(0, [3, 5]), move(2, [7, 4]))  # several copies: a batch of the driver
 

@@ -55,6 +55,15 @@ def small_caches(device: str = "cpu") -> CanonicalKVCaches:
     return CanonicalKVCaches(tuple(tensors), (tuple(refs),))
 
 
+def small_parts(
+    device: str = "cpu", num_slots: int = NUM_SLOTS, new_slab: Callable[[int, int], Slab] = Slab
+) -> tuple[CanonicalKVCaches, ChunkLayout, Slab]:
+    """Make those caches, with the layout of their chunks and host memory for some of them."""
+    caches = small_caches(device)
+    layout = ChunkLayout(caches, PER_CHUNK)
+    return caches, layout, new_slab(num_slots, layout.slot_bytes)
+
+
 def words(kv_caches: CanonicalKVCaches, block: int) -> list[torch.Tensor]:
     """Return a block's pages as 64-bit numbers, not copies."""
     return [entry.tensor[block].view(torch.int64) for entry in kv_caches.tensors]

@@ -9,9 +9,7 @@ import torch
 from kvoffload.transfer.cpu.copier import CpuCopier
 from kvoffload.transfer.cuda import stream_copier
 from kvoffload.transfer.cuda.stream_copier import LANES, TABLES, StreamCopier
-from kvoffload.transfer.layout import ChunkLayout
-from kvoffload.transfer.slab import Slab
-from tests.support.interleavings import NUM_SLOTS, PER_CHUNK, small_caches, words
+from tests.support.interleavings import NUM_SLOTS, small_parts, words
 from tests.support.late_device import LateDevice, LateStream
 from tests.support.moves import move, moves_of
 
@@ -68,9 +66,7 @@ class Parts:
     """A copier on small caches, and the device that the copier uses."""
 
     def __init__(self, device_type=RefusingDevice, **how):
-        self.caches = small_caches()
-        self.layout = ChunkLayout(self.caches, PER_CHUNK)
-        self.slab = Slab(NUM_SLOTS, self.layout.slot_bytes)
+        self.caches, self.layout, self.slab = small_parts()
         self.device = device_type(self.caches, self.slab, 1)
         self.copier = StreamCopier(self.caches, self.slab, self.layout, self.device, **how)
 

@@ -12,9 +12,7 @@ from kvoffload.transfer.slab import Slab
 CHILD = """
 import os, sys, threading
 from kvoffload.transfer.cuda.stream_copier import StreamCopier
-from kvoffload.transfer.layout import ChunkLayout
-from kvoffload.transfer.slab import Slab
-from tests.support.interleavings import NUM_SLOTS, PER_CHUNK, small_caches
+from tests.support.interleavings import small_parts
 from tests.support.late_device import LateDevice
 
 class Device(LateDevice):
@@ -22,9 +20,7 @@ class Device(LateDevice):
         left = [t.name for t in threading.enumerate() if "kvoffload" in t.name]
         print("closed, threads:", *left, flush=True)
 
-caches = small_caches()
-layout = ChunkLayout(caches, PER_CHUNK)
-slab = Slab(NUM_SLOTS, layout.slot_bytes)
+caches, layout, slab = small_parts()
 copier = StreamCopier(caches, slab, layout, Device(caches, slab, 1))
 """
 FORKS = """

@@ -10,13 +10,10 @@ import pytest
 
 from kvoffload.transfer.cpu.copier import CpuCopier
 from kvoffload.transfer.cuda.stream_copier import StreamCopier
-from kvoffload.transfer.layout import ChunkLayout
-from kvoffload.transfer.slab import Slab
 from tests.support.interleavings import (
     NUM_BLOCKS,
     NUM_SLOTS,
-    PER_CHUNK,
-    small_caches,
+    small_parts,
 )
 from tests.support.late_device import LateDevice
 from tests.support.moves import move, moves_of
@@ -40,9 +37,7 @@ def held():
 )
 @pytest.mark.parametrize("on", ["cpu", "device"])
 def test_many_transfers_leave_nothing_behind(on, count):
-    caches = small_caches()
-    layout = ChunkLayout(caches, PER_CHUNK)
-    slab = Slab(NUM_SLOTS, layout.slot_bytes)
+    caches, layout, slab = small_parts()
     device = LateDevice(caches, slab, seed=0)
     if on == "cpu":
         copier = CpuCopier(caches, slab, layout)

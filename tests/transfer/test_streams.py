@@ -10,13 +10,12 @@ import torch
 from kvoffload.transfer.cuda import stream_copier
 from kvoffload.transfer.cuda.copies import Copies
 from kvoffload.transfer.cuda.stream_copier import Launcher, StreamCopier
-from kvoffload.transfer.layout import ChunkLayout
 from kvoffload.transfer.slab import Slab
 from tests.support.interleavings import (
     NUM_SLOTS,
-    PER_CHUNK,
     Interleaving,
     small_caches,
+    small_parts,
     words,
 )
 from tests.support.late_device import LateDevice
@@ -50,9 +49,7 @@ class LateEngine:
 def run(seed, launcher=Launcher, **rules):
     """One interleaving on a new device; returns how much was compared."""
     draw = random.Random(seed)
-    caches = small_caches()
-    layout = ChunkLayout(caches, PER_CHUNK)
-    slab = Slab(NUM_SLOTS, layout.slot_bytes)
+    caches, layout, slab = small_parts()
     device = LateDevice(caches, slab, seed)
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(stream_copier, "Launcher", launcher)
@@ -79,9 +76,7 @@ def run(seed, launcher=Launcher, **rules):
 @pytest.fixture
 def parts():
     """Caches, device, and a copier of several portions a transfer."""
-    caches = small_caches()
-    layout = ChunkLayout(caches, PER_CHUNK)
-    slab = Slab(NUM_SLOTS, layout.slot_bytes)
+    caches, layout, slab = small_parts()
     device = LateDevice(caches, slab, seed=1)
     copier = StreamCopier(caches, slab, layout, device, stage_bytes=1000)
     yield caches, device, copier
@@ -134,9 +129,7 @@ def test_copies_that_do_not_end_are_left_alone_when_the_copier_is_closed(monkeyp
             super().fence_close()
 
     monkeypatch.setattr(stream_copier, "Launcher", Hanging)
-    caches = small_caches()
-    layout = ChunkLayout(caches, PER_CHUNK)
-    slab = Slab(NUM_SLOTS, layout.slot_bytes)
+    caches, layout, slab = small_parts()
     device = LateDevice(caches, slab, seed=1)
     copier = StreamCopier(caches, slab, layout, device)
     launch(copier, 0, [1, 2])

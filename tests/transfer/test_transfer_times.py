@@ -17,9 +17,7 @@ from kvoffload.messages import (
 from kvoffload.transfer.cpu.copier import CpuCopier, DoneFence
 from kvoffload.transfer.cuda.stream_copier import StreamCopier
 from kvoffload.transfer.engine import TransferEngine
-from kvoffload.transfer.layout import ChunkLayout
-from kvoffload.transfer.slab import Slab
-from tests.support.interleavings import NUM_SLOTS, PER_CHUNK, small_caches
+from tests.support.interleavings import small_parts
 from tests.support.io_rig import call, client_over, loop_of
 from tests.support.late_device import LateDevice
 
@@ -41,9 +39,7 @@ class Half:
     """A copier, on a simulated device or a CPU, and an engine that is busy when asked."""
 
     def __init__(self, on):
-        caches = small_caches()
-        self.layout = ChunkLayout(caches, PER_CHUNK)
-        self.slab = Slab(NUM_SLOTS, self.layout.slot_bytes)
+        caches, self.layout, self.slab = small_parts()
         self.device = LateDevice(caches, self.slab, seed=1)
         if on == "cpu":
             self.copier = CpuCopier(caches, self.slab, self.layout)

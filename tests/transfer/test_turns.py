@@ -18,10 +18,8 @@ from kvoffload.messages import (
 )
 from kvoffload.transfer.cuda.stream_copier import StreamCopier
 from kvoffload.transfer.engine import TransferEngine
-from kvoffload.transfer.layout import ChunkLayout
-from kvoffload.transfer.slab import Slab
 from kvoffload.transfer.tier_load import portions
-from tests.support.interleavings import NUM_BLOCKS, PER_CHUNK, small_caches
+from tests.support.interleavings import NUM_BLOCKS, PER_CHUNK, small_parts
 from tests.support.io_rig import call, client_over
 from tests.support.late_device import LateDevice
 
@@ -33,9 +31,7 @@ KEYS = tuple(make_offload_key(hashlib.sha256(bytes([i])).digest(), 0) for i in r
 @pytest.mark.parametrize("seed", range(6))
 def test_a_slot_is_read_into_again_only_when_the_device_has_copied_it(until, seed, num_slots):
     draw = random.Random(seed)
-    caches = small_caches()
-    layout = ChunkLayout(caches, PER_CHUNK)
-    slab = Slab(num_slots, layout.slot_bytes)
+    caches, layout, slab = small_parts(num_slots=num_slots)
     device = LateDevice(caches, slab, seed)
     copier = StreamCopier(caches, slab, layout, device, stage_bytes=1000)
     store = open_backend("memory", {"capacity": "1MiB"}, "0" * 64)
