@@ -21,7 +21,12 @@ from kvoffload.backends.disk.locks import (
 from kvoffload.backends.disk.options import DiskOptions
 from kvoffload.backends.disk.paths import BOUNDS, LEDGER, QUARANTINE, WRITERS, is_namespace
 from kvoffload.backends.disk.quota import Quota
-from kvoffload.backends.disk.root_checks import enter_safely, refuse_exposed, refuse_unsafe
+from kvoffload.backends.disk.root_checks import (
+    enter_safely,
+    refuse_exposed,
+    refuse_other_store,
+    refuse_unsafe,
+)
 from kvoffload.backends.disk.vfs import Vfs
 from kvoffload.errors import ConfigError
 
@@ -150,10 +155,12 @@ class RootHandle:
         vfs.make_folder(path, durable=self._durable)
         refuse_unsafe(path, vfs.lstat(path))
         enter_safely(vfs, path, trust_parents=self._trust_parents)
+        names = vfs.listdir(path)
+        refuse_other_store(path, names)
         for inner in (f"{path}/{WRITERS}", f"{path}/{QUARANTINE}"):
             vfs.make_folder(inner)
             refuse_unsafe(inner, vfs.lstat(inner))
-        fresh = not any(map(is_namespace, vfs.listdir(path)))
+        fresh = not any(map(is_namespace, names))
         vfs.make_folder(self._folder, durable=self._durable)
         refuse_unsafe(self._folder, vfs.lstat(self._folder))
         return fresh

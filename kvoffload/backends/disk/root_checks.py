@@ -11,9 +11,15 @@ import grp
 import os
 import pwd
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
-from kvoffload.backends.disk.paths import QUARANTINE, SCRATCH, WRITERS, is_namespace
+from kvoffload.backends.disk.paths import (
+    OTHER_STORE,
+    QUARANTINE,
+    SCRATCH,
+    WRITERS,
+    is_namespace,
+)
 from kvoffload.backends.disk.vfs import Vfs
 from kvoffload.errors import ConfigError
 
@@ -171,6 +177,7 @@ def check_root(vfs: Vfs, root: str) -> None:
 def check_fresh_or_root(vfs: Vfs, root: str) -> bool:
     """Return whether a folder is a root already; refuse a folder with other content."""
     names = _listed(vfs, root)
+    refuse_other_store(root, names)
     if WRITERS in names:
         check_root(vfs, root)
         return True
@@ -180,6 +187,13 @@ def check_fresh_or_root(vfs: Vfs, root: str) -> bool:
         remedy = f"has other files in it ({some}); a store needs a folder of its own"
         raise ConfigError("root", root, remedy)
     return False
+
+
+def refuse_other_store(root: str, names: Iterable[str]) -> None:
+    """Raise ConfigError if the names in a root are those of the folder backend's."""
+    if OTHER_STORE in names:
+        remedy = "belongs to a folder tier; give the disk tier a folder of its own"
+        raise ConfigError("root", root, remedy)
 
 
 def _listed(vfs: Vfs, root: str) -> list[str]:

@@ -14,7 +14,9 @@
 Names of chunks are lower case only, so a mount that ignores case keeps them apart.
 """
 
-STORE = ".store.json"
+from kvoffload.backends.disk.paths import OTHER_STORE
+
+STORE = OTHER_STORE
 LEASE = ".lease.json"
 HOSTS = ".hosts"
 """Folder of the engines' own records."""

@@ -12,6 +12,7 @@ from kvoffload import open_backend
 from kvoffload.backends.folder import upkeep
 from kvoffload.backends.folder.places import HOSTS, LEASE, STORE
 from kvoffload.errors import ConfigError
+from kvoffload.registry import open_admin
 from kvoffload.testing.backends import keys_of
 from tests.support.file_faults import fill
 from tests.support.small_disk import small_disk
@@ -101,6 +102,21 @@ def made(root, what):
 def test_a_folder_that_is_no_root_is_refused_with_the_reason(tmp_path, what, remedy):
     with pytest.raises(ConfigError, match=remedy):
         open_folder(made(tmp_path / "kv", what))
+
+
+async def test_the_disk_tier_and_its_doctor_refuse_the_root_of_a_folder_tier(tmp_path):
+    root = tmp_path / "kv"
+    backend, before = open_folder(root), {".store.json", ".hosts", ".lease.json"}
+    assert set(os.listdir(root)) == before
+    told = f"^root = '{root}': belongs to a folder tier; give the disk tier a folder of its own$"
+    with pytest.raises(ConfigError, match=told):
+        open_backend("disk", {"root": str(root), "trust_parent_folders": True}, "ns")
+    admin = open_admin("disk", {"root": str(root)})
+    with pytest.raises(ConfigError, match=told):
+        await admin.diagnose()
+    assert set(os.listdir(root)) == before
+    await admin.close()
+    await backend.close()
 
 
 def test_a_folder_that_others_may_replace_is_refused_unless_parents_are_trusted(tmp_path):
