@@ -174,11 +174,14 @@ class Removal(NamedTuple):
 
 
 class Usage(NamedTuple):
-    """How full a store is, in bytes; ``capacity_bytes`` is None where the store sets the limit."""
+    """How full a store is, in bytes; None is unknown.
 
-    resident_bytes: int
+    ``capacity_bytes`` is None where the store sets the limit.
+    """
+
+    resident_bytes: int | None
     capacity_bytes: int | None
-    chunks: int
+    chunks: int | None
     gauges: Mapping[str, int] = MappingProxyType({})
     """Numbers that rise and fall: ``up`` (0 while the store cannot be reached), ``connections``."""
 

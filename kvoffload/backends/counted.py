@@ -46,8 +46,8 @@ class CountedBackend(Counts, Observable):
         self.__failures = Throttle(log)
 
     def usage(self) -> Usage:
-        """Return what is stored; zeros by default, as a store need not know."""
-        return Usage(0, None, 0)
+        """Return what is stored; unknown by default, as a store need not know."""
+        return Usage(None, None, None)
 
     def note_failure(self, kind: Kind, error: Exception) -> None:
         """Count and log that a function raised, and its chunk is a miss."""

@@ -295,8 +295,7 @@ async def _purge(store: OpenStore, namespaces: Sequence[str]) -> str:
 
 def _figures(name: str, store: Observable) -> Figures:
     resident, capacity, chunks, gauges = store.usage()
-    limit = None if capacity is None else _number(capacity)
-    usage = (_number(resident), limit, _number(chunks), _numbers(gauges))
+    usage = (_or_none(resident), _or_none(capacity), _or_none(chunks), _numbers(gauges))
     return Figures(name, usage, _numbers(store.counters()))
 
 
@@ -304,6 +303,10 @@ def _numbers(named: Mapping[str, Any]) -> dict[str, int]:
     # Not each text of Python is one of Unicode.
     texts = {name: str(name).encode(errors="replace").decode() for name in named}
     return {texts[name]: _number(value) for name, value in named.items()}
+
+
+def _or_none(value: Any) -> int | None:
+    return None if value is None else _number(value)
 
 
 def _number(value: Any) -> int:

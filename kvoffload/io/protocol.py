@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from kvoffload.policies.told_return import ToldReturn
 
-VERSION = 9
+VERSION = 10
 _LENGTH_BYTES = 4
 MOST_BYTES = 1 << 28
 """A longer message is none of ours: its length is garbage."""
@@ -237,10 +237,10 @@ class Removed(_Message):
 
 
 class Figures(_Message):
-    """A store's usage (bytes, capacity, chunks, gauges) and counters."""
+    """A store's usage (bytes, capacity, chunks, gauges; None is unknown) and counters."""
 
     tier: str
-    usage: tuple[int, int | None, int, dict[str, int]]
+    usage: tuple[int | None, int | None, int | None, dict[str, int]]
     counters: dict[str, int]
 
 

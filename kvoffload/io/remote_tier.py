@@ -183,11 +183,12 @@ class RemoteTier:
         yield names.BREAKERS_OPEN, (tier,), gauges.get("breakers_open", 0)
         yield names.SERVER_EVICTIONS, (tier,), gauges.get("server_evictions", 0)
         if usage is not None:
-            yield names.RESIDENT_BYTES, (tier,), usage.resident_bytes
+            if usage.resident_bytes is not None:
+                yield names.RESIDENT_BYTES, (tier,), usage.resident_bytes
             if usage.capacity_bytes is not None:
                 yield names.CAPACITY_BYTES, (tier,), usage.capacity_bytes
             for name, value in {"chunks": usage.chunks, **gauges}.items():
-                if name not in _OWN_METRICS:
+                if value is not None and name not in _OWN_METRICS:
                     yield names.TIER_GAUGES, (tier, name), value
         yield from self._loads.samples()
         yield from self._stores.samples()

@@ -68,8 +68,8 @@ TIER_UP = _gauge("tier_up", "tier", "",
 BREAKERS_OPEN = _gauge("breakers_open", "tier", "breakers",
     "Circuit breakers that are open: of servers, or of the kinds of requests to a bucket.")
 RESIDENT_BYTES = _gauge("resident_bytes", "tier", "bytes",
-    "Bytes of chunks that can be loaded; of Redis, the memory that all its data takes; of a "
-    "bucket, which is not listed, 0.")
+    "Bytes of chunks that can be loaded; of Redis, the memory that all its data takes; absent for "
+    "a bucket, which is not listed.")
 INFLIGHT_BYTES = _gauge("inflight_bytes", "tier", "bytes",
     "Bytes being written, or held by a transfer.")
 CAPACITY_BYTES = _gauge("capacity_bytes", "tier", "bytes",

@@ -75,7 +75,7 @@ class HazardSuite(OpensBackends):
             answers += await backend.write([key], filled([key]))
             resident_bytes, capacity_bytes, *_ = backend.usage()
             assert capacity_bytes is not None
-            assert resident_bytes <= capacity_bytes
+            assert (resident_bytes or 0) <= capacity_bytes
             into = slots(1)
             read = await backend.read([key], into)
             assert not answers[-1] or read == [True], "a chunk said to be stored is missing"

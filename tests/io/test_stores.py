@@ -91,8 +91,9 @@ def test_figures_of_other_types_are_numbers_and_odd_keys_a_failure_of_the_store(
     assert figures.counters == {"hits": 2, "huge": 1 << 53, "?": 1}
     assert store.removals() == []
     assert store.changes() == PresenceChanges("odd", [], [], True)
-    (first,) = MessageReader(to_server=False).feed(frame(figures))
-    assert first == figures
+    unknown = Figures("odd", (None, None, None, {}), {})
+    (first, second) = MessageReader(to_server=False).feed(frame(figures) + frame(unknown))
+    assert (first, second) == (figures, unknown)
     assert "odd: take_removals failed: ValidationError" in caplog.messages[0]
 
 

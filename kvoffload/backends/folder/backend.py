@@ -246,7 +246,8 @@ class FolderBackend(AsyncBackend):
     def usage(self) -> Usage:
         """Return the bytes under the root that the evictor counted, and the chunks known here."""
         keeper = self._housekeeper
-        resident = keeper.resident_bytes + keeper.room.uncounted_bytes
+        if (resident := keeper.resident_bytes) is not None:
+            resident += keeper.room.uncounted_bytes
         gauges = {
             "up": int(not self._mount.is_stalled),
             "evictor": int(keeper.is_evictor),

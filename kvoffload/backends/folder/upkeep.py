@@ -79,8 +79,8 @@ class Housekeeper:
         self._written_s = 0.0
         self.is_evictor = False
         """Whether it is this process's turn to evict."""
-        self.resident_bytes = 0
-        """Bytes of files that the evictor has counted."""
+        self.resident_bytes: int | None = None
+        """Bytes of files that the evictor has counted; None until it has, once."""
         self.num_hosts = 1
         """Processes that the evictor counts."""
         self._failures, self._lease_failures = Throttle(log), Throttle(log)
@@ -163,7 +163,7 @@ class Housekeeper:
         self._was_counted = is_counted
         limit = lease.limits.get(self._token, lease.newcomer_bytes)
         self.room.limit(limit, lease.counted.get(self._token, 0))
-        self.resident_bytes = lease.resident_bytes or 0
+        self.resident_bytes = lease.resident_bytes
         self.num_hosts = max(1, len(lease.counted))
         if lease.capacity_bytes not in (self._capacity_bytes, self._differing_capacity):
             self._differing_capacity = lease.capacity_bytes

@@ -307,7 +307,7 @@ class ObjectBackend(ThreadedBackend, ObjectAdmin):
     # ---- what it tells of itself ---------------------------------------------------------------
 
     def usage(self) -> Usage:
-        """Return what is known without a listing: not how much the bucket has.
+        """Return what is known without a listing: how much the bucket has is unknown.
 
         Begins a test of a bucket that was left alone, because an idle engine asks for no chunk.
         """
@@ -322,7 +322,7 @@ class ObjectBackend(ThreadedBackend, ObjectAdmin):
         }
         if self._manifest is not None:
             gauges["manifest_keys"] = len(self._manifest)
-        return Usage(0, None, 0, gauges)
+        return Usage(None, None, None, gauges)
 
     @property
     def place(self) -> str:

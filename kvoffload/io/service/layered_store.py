@@ -134,16 +134,18 @@ class Layers(Observable, ReadsEach, Spares):
 
     def usage(self) -> Usage:
         """Return what all layers have together; each one's bytes are gauges."""
-        resident, chunks, gauges = 0, 0, dict[str, int]()
-        limits: list[int | None] = []
-        for name, layer in self.observed():
-            usage = layer.usage()
-            resident, chunks = resident + usage.resident_bytes, chunks + usage.chunks
-            limits.append(usage.capacity_bytes)
-            gauges |= {f"{name}_bytes": usage.resident_bytes}
+        usages = {name: layer.usage() for name, layer in self.observed()}
+        gauges = dict[str, int]()
+        for name, usage in usages.items():
+            if usage.resident_bytes is not None:
+                gauges[f"{name}_bytes"] = usage.resident_bytes
             gauges |= {f"{name}_{gauge}": value for gauge, value in usage.gauges.items()}
-        known = [limit for limit in limits if limit is not None]
-        return Usage(resident, sum(known) if len(known) == len(limits) else None, chunks, gauges)
+        return Usage(
+            _total([usage.resident_bytes for usage in usages.values()]),
+            _total([usage.capacity_bytes for usage in usages.values()]),
+            _total([usage.chunks for usage in usages.values()]),
+            gauges,
+        )
 
     def counters(self) -> Mapping[str, int]:
         total = Counter[str]()
@@ -210,6 +212,11 @@ def layered(layers: Mapping[str, Backend], *, late_have_index: bool = True) -> L
     """Return stores as one; with an index if all of them have one, and those to be added later."""
     is_indexed = all(isinstance(layer, LocalIndex) for layer in layers.values())
     return IndexedLayers(layers) if is_indexed and late_have_index else Layers(layers)
+
+
+def _total(figures: Sequence[int | None]) -> int | None:
+    known = [each for each in figures if each is not None]
+    return sum(known) if len(known) == len(figures) else None
 
 
 async def _together(calls: Iterable[Coroutine[Any, Any, T]]) -> list[T]:

@@ -164,7 +164,8 @@ class SharedStores:
                     events.update({(name, why): n for why, n in layer.counters().items()})
                     if name != MEMORY:  # a root tells of all its namespaces together
                         used = layer.usage()
-                        resident[name] = max(resident[name], used.resident_bytes)
+                        if used.resident_bytes is not None:
+                            resident[name] = max(resident[name], used.resident_bytes)
                         if used.capacity_bytes is not None:
                             limits[name] = used.capacity_bytes
         for metric, values in ((RESIDENT_BYTES, resident), (CAPACITY_BYTES, limits)):

@@ -32,6 +32,8 @@ def test_a_second_engine_loads_what_the_first_computed(engine, options):
     stats = second.connector.stats()
     assert stats["tier_events"]["object"]["read_ok"] == 10
     assert stats["tier_up"]["object"] == 1
+    assert set(stats["resident_bytes"]) == {"cpu"}, "a bucket's bytes are unknown, not 0"
+    assert "chunks" not in stats["tier_gauges"]["object"]
 
 
 def test_a_chunk_of_the_bucket_serves_an_engine_whose_disk_is_new(engine, options, tmp_path, until):

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from kvoffload import open_backend
+from kvoffload.backends.base import Usage
 from kvoffload.io.service import host_store
 from kvoffload.io.service.host_memory import BLOCK, HostMemory
 from kvoffload.io.service.host_store import HostStore
@@ -164,6 +165,18 @@ async def test_above_a_store_without_an_index_the_memory_keeps_no_list_of_change
     assert await store.contains(keys) == [True] * len(keys)
     assert len(host._changes) == 0
     assert dict(host.take_changes(100)) == dict.fromkeys(keys[-2:], True), "who asks learns all"
+    await store.close()
+
+
+async def test_what_one_layer_does_not_know_is_unknown_of_all_together():
+    host, below = HostStore(new_memory(2), "n"), open_backend("memory", {}, "n")
+    store = layered({"memory": host, "below": below})
+    await written(store, keys_of(1))
+    assert store.usage().chunks == 2
+    assert store.usage().gauges["below_bytes"] == CHUNK_BYTES
+    below.usage = lambda: Usage(None, None, None, {"up": 1})
+    assert store.usage()[:3] == (None, None, None)
+    assert set(store.usage().gauges) == {"memory_bytes", "below_up"}
     await store.close()
 
 
