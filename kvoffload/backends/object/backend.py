@@ -29,7 +29,7 @@ from kvoffload.backends.header import Header, check_key, parse_header
 from kvoffload.backends.log_rate import Throttle
 from kvoffload.backends.object import naming
 from kvoffload.backends.object.admin import ObjectAdmin, described
-from kvoffload.backends.object.bucket import Bucket, Incoming, Stored
+from kvoffload.backends.object.bucket import Bucket, Incoming, Put, Stored
 from kvoffload.backends.object.bytes_in_flight import InFlightBytes, Kind
 from kvoffload.backends.object.doctor import IF_FAILED, IF_SLOW, examine
 from kvoffload.backends.object.failures import CANCELLED, TIMEOUT, Failed
@@ -88,7 +88,8 @@ class ObjectBackend(ThreadedBackend, ObjectAdmin):
             namespace,
             threads=options.threads,
             store_threads=options.threads,
-            stall_s=2 * options.timeout_s + 1,  # waiting for room, and the request
+            # Waiting for room, the request, and a look at an object that another one met.
+            stall_s=2 * options.timeout_s + min(LOOKUP_S, options.timeout_s) + 1,
             name="object",
         )
         self._lookups = BlockingPool(
@@ -148,6 +149,10 @@ class ObjectBackend(ThreadedBackend, ObjectAdmin):
             return False
         if self._manifest is not None and key in self._manifest:
             return not self._is_useless(key)
+        return self._is_there(key)
+
+    def _is_there(self, key: bytes) -> bool:
+        """Ask the bucket."""
         name = naming.chunk_name(self._tag, key)
         try:
             found = self._lookup_requests.ask(lambda: self._heads.head(name))
@@ -222,15 +227,19 @@ class ObjectBackend(ThreadedBackend, ObjectAdmin):
     def put(self, key: bytes, header: bytes, chunk: memoryview) -> bool:
         name, replace = naming.chunk_name(self._tag, key), key in self._useless
 
-        def transfer() -> bool:
+        def transfer() -> Put:
             with self._room("store", chunk.nbytes):
                 return self._bucket.put(name, [header, chunk], replace=replace)
 
         try:
-            is_new = self._writes.ask(transfer)
+            put = self._writes.ask(transfer)
         except Failed:
             return False
-        self.count("write_replaced" if replace else "write_ok" if is_new else "write_present")
+        if put is Put.CONFLICT and not self._is_there(key):
+            self.count("write_conflict")
+            return False
+        is_new = put is Put.STORED
+        self.count("write_present" if not is_new else "write_replaced" if replace else "write_ok")
         if replace:
             with self._changing:
                 self._useless.pop(key, None)

@@ -7,10 +7,11 @@ import itertools
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import UTC, datetime, timedelta
+from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from kvoffload.backends.object.failures import Failed, Failure, explained, failure_of
+from kvoffload.backends.object.failures import Failed, Failure, explained, failure_of, is_present
 from kvoffload.backends.object.naming import PROBE
 from kvoffload.backends.object.options import ObjectOptions, Place, parse_url, read_secret
 from kvoffload.errors import ConfigError
@@ -40,6 +41,16 @@ class Stored(NamedTuple):
     """Since the epoch, by the server's clock."""
     version: str
     """Differs from that of every earlier or later object of this name."""
+
+
+class Put(Enum):
+    """What a store found."""
+
+    STORED = "stored"
+    PRESENT = "present"
+    """There is an object of this name, and it stays. Never the answer to a store that replaces."""
+    CONFLICT = "conflict"
+    """Another request for this name came between: its object is there, or none is."""
 
 
 class Incoming:
@@ -111,22 +122,18 @@ class Bucket:
         with explained():
             return bytes(self._library.get_range(self._store, name, start=0, length=nbytes))
 
-    def put(self, name: str, parts: Sequence[bytes | memoryview], *, replace: bool) -> bool:
-        """Store an object from parts, whole, without a copy.
-
-        Returns:
-            False: there is one of this name already, and it stays. Never if ``replace``.
-        """
+    def put(self, name: str, parts: Sequence[bytes | memoryview], *, replace: bool) -> Put:
+        """Store an object from parts, whole, without a copy."""
         with explained():
             try:
                 mode = "overwrite" if replace else "create"
                 # The parts of a multipart upload would be several requests, and stay after a crash.
                 self._library.put(self._store, name, list(parts), mode=mode, use_multipart=False)  # type: ignore[arg-type]
-            except self._library.exceptions.AlreadyExistsError:
-                return False
+            except self._library.exceptions.AlreadyExistsError as error:
+                return Put.PRESENT if is_present(error) else Put.CONFLICT
             except FileNotFoundError as error:  # a store needs a bucket, and no object
                 raise Failed(failure_of(error)) from None
-        return True
+        return Put.STORED
 
     def delete(self, name: str) -> None:
         """Delete an object, if it is there."""

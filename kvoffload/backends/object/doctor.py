@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from kvoffload.backends.admin import Finding, duration, first_of
 from kvoffload.backends.object.admin import Operator
-from kvoffload.backends.object.bucket import Bucket, proxy
+from kvoffload.backends.object.bucket import Bucket, Put, proxy
 from kvoffload.backends.object.failures import Failed, Failure
 from kvoffload.backends.object.naming import PROBE
 from kvoffload.backends.object.options import is_in_the_clear, weaknesses
@@ -98,7 +98,7 @@ def _differs() -> bool:
 
 def _check_create_only(bucket: Bucket, name: str) -> Finding:
     try:
-        if not bucket.put(name, [b"another"], replace=False):
+        if bucket.put(name, [b"another"], replace=False) is not Put.STORED:
             return Finding("create-only", "ok", "a second store of a chunk leaves the first one")
     except Failed as failed:
         remedy = "the server must know If-None-Match: take another server, or a newer version"

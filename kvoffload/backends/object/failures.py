@@ -111,13 +111,22 @@ def explained() -> Iterator[None]:
         raise Failed(failure)
 
 
+def is_present(error: Exception) -> bool:
+    """Return whether a store that only creates was refused because the object is there.
+
+    The library says so of each 409, too. S3 answers that to a store which meets another store or a
+    removal: there may be no object afterwards.
+    """
+    status, code = _answer(str(error)[:_READ_CHARACTERS])
+    return status == 412 or code == "BlobAlreadyExists"  # as Azure says it
+
+
 def failure_of(error: Exception) -> Failure:
     """Return why a request failed."""
     from obstore.exceptions import PermissionDeniedError, UnauthenticatedError
 
     text = str(error)[:_READ_CHARACTERS]
-    status = int(found[1]) if (found := _STATUS.search(text)) else 0
-    code = next(filter(None, found.groups()), "") if (found := _CODE.search(text)) else ""
+    status, code = _answer(text)
     answer = f"{status or ''} {code}".strip()
     if any(each in text for each in _METADATA):
         return _NO_CREDENTIALS
@@ -145,6 +154,12 @@ def failure_of(error: Exception) -> Failure:
     if "kind: Connect" in text:
         return Failure("lost_unreachable", "check endpoint, network, certificate and name server")
     return Failure("lost_closed", "check the network and the server's log")
+
+
+def _answer(text: str) -> tuple[int, str]:
+    """Return the status and the code of a server's answer; 0 and an empty text without one."""
+    status = int(found[1]) if (found := _STATUS.search(text)) else 0
+    return status, next(filter(None, found.groups()), "") if (found := _CODE.search(text)) else ""
 
 
 def _lasting(reason: str, answer: str) -> Failure:

@@ -3,6 +3,8 @@
 import asyncio
 import time
 
+import pytest
+
 from kvoffload import open_backend
 from kvoffload.backends.header import namespace_digest, pack_header
 from kvoffload.backends.object import bucket
@@ -25,6 +27,30 @@ async def test_two_writers_at_once_store_each_chunk_once(options):
     assert wrong_bytes(keys, into) == []
     for each in engines:
         await each.close()
+
+
+@pytest.mark.parametrize("is_damaged", [False, True], ids=["new", "damaged"])
+async def test_a_store_that_met_another_one_counts_by_what_the_bucket_then_has(is_damaged):
+    key, size = keys_of(1)[0], 65536
+    content = pack_header(key, namespace_digest("n"), filled([key])[0]) + bytes(filled([key])[0])
+    there = [whole(content[:-1] + b"\0")] if is_damaged else [MISSING]
+
+    def answer(verb, path):
+        return error(409, "ConditionalRequestConflict") if verb == "PUT" else there[-1]
+
+    with S3StandIn(answer) as server:
+        backend = open_backend("object", server.options(ttl_s=10**8), "n")
+        assert await backend.read([key], slots(1, size)) == [False]
+        for _ in range(5):
+            assert await backend.write([key], filled([key])) == [False], "nothing can be loaded"
+        there.append(whole(content, "Sun, 22 Nov 2026 01:58:42 GMT"))  # the other store ends
+        assert await backend.write([key], filled([key])) == [True]
+        assert await backend.read([key], slots(1, size)) == [True]
+        counters = backend.counters()
+        assert (counters["write_conflict"], counters["write_present"]) == (5, 1)
+        assert not {"write_ok", "write_replaced"} & set(counters), "no byte there is this engine's"
+        assert backend.usage().gauges["breakers_open"] == 0, "each request was answered"
+        await backend.close()
 
 
 async def test_a_damaged_object_that_another_engine_replaced_is_loaded_again(
