@@ -130,12 +130,11 @@ def tenant_tag(tenant: bytes, key: bytes) -> bytes:
 
 
 def begin_check(header: memoryview, found: Header, cipher: Seal | None) -> RunningCheck | None:
-    """Return the check of a payload behind a header, by ``cipher`` or else by its checksum.
+    """Return the check of a payload behind a header, as loads with the same keys make it.
 
-    None: it is encrypted under a key that ``cipher`` lacks.
+    None: it is plain although there is a ``cipher``, or encrypted under a key that is not given.
     """
-    running = cipher.begin_check(header, found) if cipher else None
-    return running or ChecksumSeal().begin_check(header, found)
+    return (cipher or ChecksumSeal()).begin_check(header, found)
 
 
 def fault_by_check(

@@ -249,6 +249,11 @@ async def test_without_the_key_operators_see_counts_and_ages_and_with_it_verify_
     assert (report["other_keys"], report["reasons"]) == (0, {"corrupt_payload": 1})
     report = await run("verify", *given)
     assert (report["chunks"], report["damaged"]) == (1, [])
+    name, key = next((name, key) for name in place.contents() for key in keys if key.hex() in name)
+    place.replace(name, forged(place.contents()[name], key))  # whole, and plain
+    assert (await run("verify"))["other_keys"] == 0
+    report = await run("verify", *given)
+    assert (report["chunks"], report["other_keys"], report["damaged"]) == (1, 1, [])
     assert (await run("gc", "--older-than", "0s", "--yes"))["removed"] == 1
     assert place.contents() == {}
 

@@ -217,7 +217,7 @@ def _folder(found: DiskInspector, wanted: str) -> str:
 def verify(found: DiskInspector, wanted: Check, cipher: Seal | None = None) -> Verified:
     """Check every chunk, or a part; remove the damaged ones if asked.
 
-    Of an encrypted chunk only the header is checked without the engines' cipher.
+    Of a chunk that loads with ``cipher`` do not take, only the header is checked.
     """
     buffer = memoryview(mmap.mmap(-1, _PIECE_BYTES))
     run = Verification(list(found.chunks()), wanted, lambda chunk: chunk.allocated_bytes)

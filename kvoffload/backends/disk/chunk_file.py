@@ -214,7 +214,8 @@ def check(
 ) -> tuple[str | None, int]:
     """Read an open chunk of any length in pieces of ``buffer``; raises OSError.
 
-    Of an encrypted chunk whose key ``cipher`` lacks, only header and length are checked.
+    Of a chunk that is plain or under other keys than those of ``cipher``, only header and length
+    are checked.
 
     Returns:
         Why loads miss it, if they do, and the bytes read.

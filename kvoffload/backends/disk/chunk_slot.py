@@ -22,7 +22,8 @@ def fault_of(
 ) -> str | None:
     """Return why loads miss the chunk that is the content of a slot, if they do.
 
-    Of an encrypted chunk whose key ``cipher`` lacks, only header and length are checked.
+    Of a chunk that is plain or under other keys than those of ``cipher``, only header and length
+    are checked.
     """
     header = parse_header(content)
     reason = mismatch(header, key, namespace, getattr(header, "payload_bytes", 0))

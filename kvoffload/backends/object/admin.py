@@ -286,7 +286,7 @@ def _verify(operator: Operator, wanted: Check) -> Verified:
 
 
 def _fault(content: memoryview, name: ChunkName, cipher: Seal | None) -> str:
-    """Return why loads miss an object; empty if they do not. What is encrypted gets decrypted."""
+    """Return why loads with this cipher miss an object; empty if they do not."""
     header, payload = content[:COMPACT_BYTES], content[COMPACT_BYTES:]
     found = parse_header(header)
     if not isinstance(found, Header):
