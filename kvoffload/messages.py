@@ -125,6 +125,8 @@ class Fetch:
     positions: tuple[int, ...]
     """Indices into the load's keys and host slots."""
     keys: tuple[OffloadKey, ...]
+    tenants: tuple[bytes, ...] = ()
+    """Whose each chunk is; empty where tenants are not told apart."""
 
 
 class StagedLoadStoreSpec(CPULoadStoreSpec):
@@ -141,7 +143,7 @@ class BackendLoadStoreSpec(LoadStoreSpec):
     Args:
         tier: its name.
         keys: of chunks.
-        tenants: for a write, whose each chunk is; empty where tenants are not told apart.
+        tenants: whose each chunk is; empty where tenants are not told apart.
     """
 
     def __init__(

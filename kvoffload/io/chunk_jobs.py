@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from kvoffload.backends.base import Answers, ReadsEach, reason_of
 from kvoffload.backends.blocking_pool import undisturbed
-from kvoffload.io.open_stores import OpenStore, text_of, write_for
+from kvoffload.io.open_stores import OpenStore, read_each_for, text_of, write_for
 from kvoffload.io.protocol import Answered, Arrived, Load, Store, ToClient
 
 _A = TypeVar("_A", bound=Answers)
@@ -107,7 +107,8 @@ class ChunkJobs:
             views = self._views(order, part)
             if isinstance(backend, ReadsEach):
                 batches = ArrivalBatches(self._loop, arrived)
-                answers = await backend.read_each(keys, views, batches.add)
+                tenants = order.tenants[part.start : part.stop]
+                answers = await read_each_for(backend, keys, views, batches.add, tenants)
             else:
                 answers = await backend.read(keys, views)
             same_length(answers, keys)

@@ -138,13 +138,15 @@ class IOClient:
         slots: Sequence[int],
         sizes: int | list[int],
         listener: Listener,
+        tenants: Sequence[bytes] = (),
     ) -> None:
         """Begin reading chunks into slots; never waits.
 
         Raises:
             KeyError: there is no such tier.
         """
-        order = Load(next(self._numbers), self.tiers[tier].name, list(keys), list(slots), sizes)
+        name, number = self.tiers[tier].name, next(self._numbers)
+        order = Load(number, name, list(keys), list(slots), sizes, list(tenants))
         self._begin(order, listener, self._load_timeout_s)
 
     def store(

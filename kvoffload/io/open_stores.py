@@ -11,7 +11,7 @@ from msgspec import convert
 
 from kvoffload import registry
 from kvoffload.backends.admin import Purges
-from kvoffload.backends.base import Backend, LocalIndex, Observable, Spares
+from kvoffload.backends.base import Answers, Backend, LocalIndex, Observable, ReadsEach, Spares
 from kvoffload.backends.blocking_pool import run_once
 from kvoffload.backends.log_rate import Throttle
 from kvoffload.errors import ConfigError
@@ -235,13 +235,35 @@ async def write_for(
         ValueError: there are tenants, and not one for each key.
         Exception: the store's.
     """
+    write: Callable[..., Awaitable[Sequence[bool]]] = backend.write
+    return await write(keys, chunks, *_taken(write, keys, tenants))
+
+
+async def read_each_for(
+    backend: ReadsEach,
+    keys: Sequence[bytes],
+    into: Sequence[memoryview],
+    arrived: Callable[[int], None],
+    tenants: Sequence[bytes],
+) -> Answers:
+    """Read chunks, and say for whom, where the store copies them into a nearer one.
+
+    Raises:
+        ValueError: there are tenants, and not one for each key.
+        Exception: the store's.
+    """
+    read: Callable[..., Awaitable[Answers]] = backend.read_each
+    return await read(keys, into, arrived, *_taken(read, keys, tenants))
+
+
+def _taken(
+    call: Callable[..., Any], keys: Sequence[bytes], tenants: Sequence[bytes]
+) -> list[Sequence[bytes]]:
+    """Return the tenants as an argument, if there are any and the call of a store takes them."""
     if tenants and len(tenants) != len(keys):
         raise ValueError(f"{len(keys)} keys, but {len(tenants)} tenants")
-    write: Callable[..., Awaitable[Sequence[bool]]] = backend.write
     # Another module's backend may have the signature of the protocol alone.
-    if tenants and "tenants" in signature(write).parameters:
-        return await write(keys, chunks, tenants)
-    return await write(keys, chunks)
+    return [tenants] if tenants and "tenants" in signature(call).parameters else []
 
 
 async def greet(store: OpenStore, facts: Mapping[str, str]) -> None:

@@ -17,7 +17,7 @@ VERSION = 10
 _LENGTH_BYTES = 4
 MOST_BYTES = 1 << 28
 """A longer message is none of ours: its length is garbage."""
-_MOST_TENANT_BYTES = 64
+_Tenants = list[Annotated[bytes, msgspec.Meta(max_length=64)]]
 
 
 class _Message(msgspec.Struct, array_like=True, tag=True):
@@ -101,6 +101,8 @@ class Load(_Message):
     slots: list[int]
     sizes: int | list[int]
     """Bytes of each chunk; one number if all are equal."""
+    tenants: _Tenants = []
+    """Whose each chunk is; empty where tenants are not told apart."""
 
 
 class Store(_Message):
@@ -111,8 +113,8 @@ class Store(_Message):
     keys: list[bytes]
     slots: list[int]
     sizes: int | list[int]
-    tenants: list[Annotated[bytes, msgspec.Meta(max_length=_MOST_TENANT_BYTES)]] = []
-    """Whose each chunk is; empty where tenants are not told apart."""
+    tenants: _Tenants = []
+    """As of :class:`Load`."""
 
 
 class Cancel(_Message):

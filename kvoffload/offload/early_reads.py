@@ -129,7 +129,8 @@ class EarlyReads:
     ) -> None:
         self._host.fetching.update(zip(keys, slots, strict=True))
         self._queue.claim_read(request, keys)
-        spec, source = CPULoadStoreSpec(slots), BackendLoadStoreSpec(tier.name, keys)
+        spec = CPULoadStoreSpec(slots)
+        source = BackendLoadStoreSpec(tier.name, keys, self._host.tenants_of(keys))
         job_id = self._jobs.new_id()
         num_bytes = self._host.bytes_of_all(keys)
         sources = dict.fromkeys(keys, tier)

@@ -69,7 +69,10 @@ class Staging:
                 host.end_use(keys[i])
         if not fetches:
             return CPULoadStoreSpec(host_slots), fetched
-        parts = [Fetch(t.name, tuple(at), tuple(keys[i] for i in at)) for t, at in fetches.items()]
+        parts = []
+        for tier, at in fetches.items():
+            some = [keys[i] for i in at]
+            parts.append(Fetch(tier.name, tuple(at), tuple(some), tuple(host.tenants_of(some))))
         return StagedLoadStoreSpec(host_slots, parts), fetched
 
     def _find_sources(self, keys: Sequence[OffloadKey], tiers: Sequence[Tier]) -> list[Tier | None]:

@@ -268,8 +268,6 @@ class TransferEngine(OffloadingHandler):
         job.parts_left, job.io_done = 1, threading.Event()
         if self._io is None:
             raise ValueError("there are no tiers")
-        if reads:
-            self._io.load(chunks.tier, chunks.keys, slots, sizes, job)
-        else:
-            self._io.store(chunks.tier, chunks.keys, slots, sizes, job, chunks.tenants)
+        begin = self._io.load if reads else self._io.store
+        begin(chunks.tier, chunks.keys, slots, sizes, job, chunks.tenants)
         return job

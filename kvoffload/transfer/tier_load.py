@@ -101,6 +101,7 @@ class _Part:
         self._tier = fetch.tier
         self._positions = fetch.positions[start:end]
         self._keys: Sequence[OffloadKey] = fetch.keys[start:end]
+        self._tenants = fetch.tenants[start:end]
         self.followers: list[_Part] = []
         """Parts that begin only when this one has released its slots."""
         self._launched: set[int] = set()
@@ -113,7 +114,7 @@ class _Part:
         """Begin the read."""
         try:
             sizes = self._load.layout.sizes(self._keys)
-            self._load.io.load(self._tier, self._keys, self.slots, sizes, self)
+            self._load.io.load(self._tier, self._keys, self.slots, sizes, self, self._tenants)
         except Exception:
             log.exception("a read of %d chunks could not begin", len(self._keys))
             self.ended(bytes(len(self._keys)), "refused_transfer", True, 0.0)

@@ -69,8 +69,13 @@ class Layers(Observable, ReadsEach, Spares):
         return await self.read_each(keys, into, lambda i: None)
 
     async def read_each(
-        self, keys: Sequence[bytes], into: Sequence[memoryview], arrived: Callable[[int], None]
+        self,
+        keys: Sequence[bytes],
+        into: Sequence[memoryview],
+        arrived: Callable[[int], None],
+        tenants: Sequence[bytes] = (),
     ) -> list[bool | ReadResult]:
+        """See :meth:`ReadsEach.read_each`; ``tenants``: for whom each chunk is copied nearer."""
         check_lengths(keys, into)
         answers: list[bool | ReadResult] = [ReadResult.MISSING] * len(keys)
         nearer: list[Backend] = []
@@ -85,7 +90,8 @@ class Layers(Observable, ReadsEach, Spares):
                 brought = [i for i in wanted if answers[i]]
                 if brought and nearer:  # the slots are the caller's until this returns
                     some = [keys[i] for i in brought], [into[i] for i in brought]
-                    await _together(store.write(*some) for store in nearer)
+                    whose = [tenants[i] for i in brought] if tenants else ()
+                    await _together(write_for(store, *some, whose) for store in nearer)
             nearer.append(layer)
         return answers
 

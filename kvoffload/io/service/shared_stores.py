@@ -261,11 +261,15 @@ class StoreView(Observable, ReadsEach, Spares, Purges):
         return await self.read_each(keys, into, lambda i: None)
 
     async def read_each(
-        self, keys: Sequence[bytes], into: Sequence[memoryview], arrived: Callable[[int], None]
+        self,
+        keys: Sequence[bytes],
+        into: Sequence[memoryview],
+        arrived: Callable[[int], None],
+        tenants: Sequence[bytes] = (),
     ) -> Answers:
         if self._is_closed:
             return [False] * len(keys)
-        return await self._store.read_each(keys, into, arrived)
+        return await self._store.read_each(keys, into, arrived, tenants)
 
     async def write(
         self, keys: Sequence[bytes], chunks: Sequence[memoryview], tenants: Sequence[bytes] = ()
