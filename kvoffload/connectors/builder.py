@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from kvoffload import registry
 from kvoffload.config import OffloadConfig, human_bytes
 from kvoffload.connectors.chunk_size import blocks_of
-from kvoffload.connectors.tier_io import TierIO
+from kvoffload.connectors.tier_io import SERVE, TierIO, tier_names
 from kvoffload.errors import ConfigError
 from kvoffload.identity import Fact, namespace, readable, short
 from kvoffload.io.client import OPEN_S, IOClient
@@ -74,8 +74,27 @@ def _policy_of(name: str, tenants: TenantShares | None) -> Callable[[int], Polic
 
 
 def tenants_of(config: OffloadConfig) -> TenantShares | None:
-    """Return the shares of tenants that settings ask for; None: tenants are not told apart."""
-    return TenantShares(config.tenant_share) if config.tenants else None
+    """Return the shares of tenants that settings ask for; None: tenants are not told apart.
+
+    The log names the tiers that have none, as what a user asks for is not there.
+    """
+    if not config.tenants:
+        return None
+    if config.tenant_share < 1 and (tiers := _without_shares(config)):
+        text = "kvoffload: no shares of tenants on %s: there the chunks of one may evict another's"
+        log.warning(text, ", ".join(tiers))
+    return TenantShares(config.tenant_share)
+
+
+def _without_shares(config: OffloadConfig) -> list[str]:
+    """Return the names of the tiers whose settings have no share of tenants."""
+
+    def has_shares(kind: str) -> bool:
+        return kind != SERVE and hasattr(
+            registry.load(registry.BACKENDS, kind).Options, "tenant_share"
+        )
+
+    return [name for name, tier in tier_names(config) if not has_shares(tier.type)]
 
 
 def _differ(payload_bytes: Sequence[int]) -> bool:

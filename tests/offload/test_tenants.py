@@ -47,6 +47,23 @@ def test_a_flood_evicts_its_own_chunks_once_it_is_above_its_share(name):
     assert len(here(manager, flood)) == 10
 
 
+def test_the_log_names_the_tiers_without_shares_where_shares_are_asked_for(caplog):
+    tiers = [{"type": "disk", "root": "/kv"}, {"type": "folder", "root": "/mnt"}]
+    for share, backends in ((1.0, tiers), (0.5, tiers[:1]), (0.5, tiers)):
+        assert not caplog.records
+        tenants_of(
+            parse_config(
+                {"cpu_bytes": 1, "tenants": True, "tenant_share": share, "backends": backends}
+            )
+        )
+    (record,) = caplog.records
+    assert "no shares of tenants on folder: " in record.getMessage()
+    caplog.clear()
+    served = {"cpu_bytes": 1, "tenants": True, "tenant_share": 0.5, "serve": "/run/s"}
+    tenants_of(parse_config(served))
+    assert "no shares of tenants on serve: " in caplog.text
+
+
 def test_without_shares_the_same_flood_evicts_all():
     manager = new_manager(20)
     kept = keys("b", 10)
@@ -83,6 +100,7 @@ def test_chunks_from_a_tier_belong_to_the_request_that_loads_them():
     for part in (wanted[:3], wanted[3:]):
         job = manager.begin_load(part, context(A))
         assert job.keys == tuple(part)
+        assert job.spec.fetches[0].tenants == (A, A, A)
         manager.check()
         manager.complete(job, [True] * 3)
         manager.check()
