@@ -13,6 +13,7 @@ import pytest
 from kvoffload.connectors.local import LocalConnector
 from tests.support import redis_server
 from tests.support.file_faults import flip
+from tests.support.moto import moto_server
 from tests.support.prometheus import NEEDED, scraping
 from tests.support.redis_server import RedisServer, free_port
 from tests.support.server_faults import killed
@@ -145,19 +146,34 @@ def test_a_killed_io_process(night):
     assert night.shows("kvoffload_tier_up == 1")
 
 
-def test_a_full_disk(night, tmp_path):
+def test_a_bucket_that_hangs(night):
+    pytest.importorskip("obstore", reason="obstore is not installed: the extra object has it")
+    pytest.importorskip("moto", reason="moto is not installed: the extra dev has it")
+    with moto_server() as server:
+        night = night({"type": "object", **server.options(timeout_s=0.5)})
+        with server.paused():
+            assert night.fires("KVOffloadTierDown")
+            assert night.ask('ALERTS{alertname="KVOffloadBreakerOpen", alertstate="firing"}', 5)
+        assert night.shows("kvoffload_tier_up == 1")
+
+
+@pytest.mark.parametrize("kind", ["disk", "folder"])
+def test_a_full_disk(night, tmp_path, kind):
     where = tmp_path / "small"
     where.mkdir()
     with small_disk(where, "size=4m,mode=0700") as is_small:
         if not is_small:
             pytest.skip("mounting a small tmpfs needs root")
-        night = night(disk(where / "root", "3MiB", min_free=0))
+        tier = disk(where / "root", "3MiB", min_free=0)
+        if kind == "folder":
+            tier = {"type": "folder", "root": str(where / "root"), "capacity": "16MiB"}
+        night = night(tier)
         filler = where / "filler"
         filler.write_bytes(bytes(shutil.disk_usage(where).free))
         assert night.fires("KVOffloadWritesRefused")
         filler.unlink()
-        stored = night.ask('kvoffload_store_chunks_total{tier="disk"}')[0]["value"][1]
-        assert night.shows(f'kvoffload_store_chunks_total{{tier="disk"}} > {stored}')
+        stored = night.ask(f'kvoffload_store_chunks_total{{tier="{kind}"}}')[0]["value"][1]
+        assert night.shows(f'kvoffload_store_chunks_total{{tier="{kind}"}} > {stored}')
         night.connector.close()
 
 
@@ -172,8 +188,15 @@ def test_a_removed_folder(night, tmp_path):
     assert night.shows(f'kvoffload_store_chunks_total{{tier="disk"}} > {stored}')
 
 
-def test_flipped_bits(night, tmp_path):
-    night = night(disk(tmp_path / "root"))
+@pytest.mark.parametrize("kind", ["disk", "encrypted disk", "folder"])
+def test_flipped_bits(night, tmp_path, kind):
+    tier = disk(tmp_path / "root", type=kind.split()[-1])
+    if "encrypted" in kind:
+        keys = tmp_path / "keys"
+        keys.touch(0o600)
+        keys.write_text("0123456789abcdef" * 4)
+        tier["encryption"] = {"key_file": str(keys)}
+    night = night(tier)
     for path in (tmp_path / "root").rglob("*"):
         if path.is_file() and path.stat().st_size > 4096:
             flip(path, -100)

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -52,6 +53,15 @@ class MotoServer:
         """Make a bucket of this name."""
         request = urllib.request.Request(f"{self.endpoint}/{name}", method="PUT")
         urllib.request.urlopen(request, timeout=30).close()
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """The server keeps its connections and objects, and answers nothing."""
+        self._process.send_signal(signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            self._process.send_signal(signal.SIGCONT)
 
     def stop(self) -> None:
         """End the server."""
