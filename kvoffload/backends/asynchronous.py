@@ -9,7 +9,7 @@ import logging
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from kvoffload.backends.base import ReadResult, check_lengths
 from kvoffload.backends.blocking_pool import run_once, undisturbed
@@ -23,6 +23,12 @@ log = logging.getLogger(__name__)
 INLINE_BYTES = 4 << 20
 """Largest chunk whose checksum or cipher the event loop's thread computes: below a millisecond."""
 T = TypeVar("T")
+
+
+class Verdict(NamedTuple):
+    """What :meth:`AsyncBackend.verified` found."""
+
+    result: ReadResult
 
 
 class AsyncBackend(CountedBackend, ABC):
@@ -69,11 +75,14 @@ class AsyncBackend(CountedBackend, ABC):
     # ---- what a subclass defines -----------------------------------------------------------
 
     @abstractmethod
-    async def get(self, key: bytes, header: memoryview, into: memoryview) -> bool | ReadResult:
+    async def get(
+        self, key: bytes, header: memoryview, into: memoryview
+    ) -> bool | ReadResult | Verdict:
         """Fill ``header``, then ``into``, with what is stored under the key, as far as it goes.
 
         Both are contiguous, writable bytes. Answer True if anything is stored: the caller verifies
-        it. Answer False if nothing is, or a :class:`ReadResult` that says why.
+        it. Answer False if nothing is, or a :class:`ReadResult` that says why. A store that reads
+        on threads may answer what :meth:`verified` says there.
         """
 
     @abstractmethod
@@ -92,6 +101,13 @@ class AsyncBackend(CountedBackend, ABC):
 
     async def release(self) -> None:
         """Release connections and files. Called once, after the last of the other calls."""
+
+    def verified(self, key: bytes, header: memoryview, into: memoryview) -> Verdict:
+        """Verify what a :meth:`get` has filled, on the thread that has just read it.
+
+        That leaves the event loop free, and the bytes are in the cache of this thread's core.
+        """
+        return Verdict(self.__frames.verdict(True, key, header, into))
 
     # ---- Backend ---------------------------------------------------------------------------
 
@@ -114,7 +130,10 @@ class AsyncBackend(CountedBackend, ABC):
         async def load(i: int) -> bool | ReadResult:
             key, chunk, header = keys[i], into[i].cast("B"), self.__frames.blank()
             found = await self.get(key, header, chunk)
-            result = await _computed(chunk, self.__frames.verdict, found, key, header, chunk)
+            if isinstance(found, Verdict):
+                result = found.result
+            else:
+                result = await _computed(chunk, self.__frames.verdict, found, key, header, chunk)
             if result:
                 arrived(i)
             return result

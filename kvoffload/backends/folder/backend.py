@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
-from kvoffload.backends.asynchronous import AsyncBackend
+from kvoffload.backends.asynchronous import AsyncBackend, Verdict
 from kvoffload.backends.base import Described, ReadResult, Removal, Usage, check_lengths
 from kvoffload.backends.blocking_pool import run_once
 from kvoffload.backends.disk import manifest
@@ -135,14 +135,18 @@ class FolderBackend(AsyncBackend):
 
     # ---- one chunk: its bytes alone, as the base class makes and checks the header -------------
 
-    async def get(self, key: bytes, header: memoryview, into: memoryview) -> bool | ReadResult:
+    async def get(
+        self, key: bytes, header: memoryview, into: memoryview
+    ) -> bool | ReadResult | Verdict:
         found = await self._asked(
-            "read", lambda turn: self._files.read(turn, key, header, into), Found("late")
+            "read",
+            lambda turn: self._files.read(turn, key, header, into, self.verified),
+            Found("late"),
         )
         if found.facts is not None:
             self._opened[key] = found.facts
         if not found.reason:
-            return True
+            return found.verdict or True
         if found.reason in ("missing", "late"):
             return ReadResult.MISSING if found.reason == "missing" else ReadResult.LATE
         self.count(found.reason if found.reason.startswith("corrupt_") else f"read_{found.reason}")

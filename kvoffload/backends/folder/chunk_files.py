@@ -10,6 +10,7 @@ import stat
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from kvoffload.backends.asynchronous import Verdict
 from kvoffload.backends.disk.chunk_file import reason_of, strangeness
 from kvoffload.backends.disk.paths import shard_of
 from kvoffload.backends.disk.vfs import Vfs
@@ -22,10 +23,12 @@ class Found(NamedTuple):
     """What a read found."""
 
     reason: str
-    """Empty: a file, whose header and chunk are read, and have to be verified. Else ``missing``,
-    ``io_<ERRNO>`` or ``corrupt_<what>``."""
+    """Empty: a file whose header is read, and has to be verified if there is no verdict. Else
+    ``missing``, ``io_<ERRNO>`` or ``corrupt_<what>``."""
     facts: os.stat_result | None = None
     """The file's facts, if it could be opened."""
+    verdict: Verdict | None = None
+    """Of a file as long as the chunk wanted, which was read whole."""
 
 
 class ChunkFiles:
@@ -51,8 +54,15 @@ class ChunkFiles:
     def path_of(self, key: bytes) -> str:
         return f"{self._folder}/{shard_of(key)}/{key.hex()}"
 
-    def read(self, turn: Turn, key: bytes, header: memoryview, into: memoryview) -> Found:
-        """Fill ``header`` and ``into`` with the chunk's file; raises Late."""
+    def read(
+        self,
+        turn: Turn,
+        key: bytes,
+        header: memoryview,
+        into: memoryview,
+        verify: Callable[[bytes, memoryview, memoryview], Verdict],
+    ) -> Found:
+        """Fill ``header`` and ``into`` with the chunk's file, and verify them."""
         if not is_key(key):
             return Found("missing")
         vfs, path = self._vfs, self.path_of(key)
@@ -69,11 +79,11 @@ class ChunkFiles:
             wanted = [header, into] if is_of_this_length else [header]
             with turn.memory():
                 moved = _whole(vfs.preadv, fd, wanted)
-            if not is_of_this_length:
-                return Found(_why_of_another_length(header[:moved], facts.st_size), facts)
-            if moved != facts.st_size:
+                if moved == facts.st_size and is_of_this_length:
+                    return Found("", facts, verify(key, header, into))
+            if is_of_this_length:
                 return Found("corrupt_short", facts)
-            return Found("", facts)
+            return Found(_why_of_another_length(header[:moved], facts.st_size), facts)
         except OSError as error:
             return Found(reason_of(error), facts)
         finally:

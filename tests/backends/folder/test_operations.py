@@ -1,6 +1,7 @@
 """What each call asks of the mount: metadata operations are what a file server has least of."""
 
 import asyncio
+import threading
 from collections import Counter
 
 import pytest
@@ -64,6 +65,21 @@ async def test_a_store_creates_and_renames_and_a_load_opens_and_a_known_chunk_is
     assert vfs.taken() == {}
     assert await store(backend, keys) == [True] * 50
     assert vfs.taken() == {"lstat": 50}  # is it still there? no byte is written again
+
+
+async def test_a_chunk_is_verified_on_the_thread_that_read_it(tmp_path):
+    backend, keys, threads = open_folder(tmp_path / "share"), keys_of(9), []
+    verify = backend.verified
+
+    def noted(*chunk):
+        threads.append(threading.current_thread().name.rpartition("-")[0])
+        return verify(*chunk)
+
+    backend.verified = noted
+    assert await store(backend, keys) == [True] * 9
+    assert await load(backend, keys) == [True] * 9
+    assert threads == ["kvoffload-folder"] * 9
+    await backend.close()
 
 
 async def test_another_hosts_chunk_is_looked_up_once(counting, tmp_path):
