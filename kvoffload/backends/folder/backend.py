@@ -47,6 +47,7 @@ _KEYS_A_CALL = 32
 """Keys that one thread looks up in a row: a hop to a thread costs as much as a few of them."""
 _LOOKUP_THREADS = 4
 """So many, or one for each of those that move chunks: a lookup waits for no chunk."""
+_REFUSED = "refused_full"
 _MAX_REMOVALS = 1 << 16
 """Removals kept for a listener that may never ask; older ones are lost to it."""
 
@@ -157,21 +158,31 @@ class FolderBackend(AsyncBackend):
         if self._known.holds(key) and await self._is_there(key):
             self.count("write_present")
             return True
-        room = self._housekeeper.room
-        if not room.reserve(chunk.nbytes):
-            self.count("refused_full")
-            return False
         reason = await self._asked(
-            "write", lambda turn: self._files.write(turn, key, header, chunk), "late"
+            "write", lambda turn: self._write(turn, key, header, chunk), "late"
         )
         if not reason:
             self._known.stored(key)
             return True
-        room.release(chunk.nbytes, reason)
-        if reason != "late":
+        if reason == _REFUSED:
+            self.count(reason)
+        elif reason != "late":
             self.count(f"write_{reason}")
             self._troubles.warning("%r: a chunk cannot be stored: %s", self, reason)
         return False
+
+    def _write(self, turn: Turn, key: bytes, header: bytes, chunk: memoryview) -> str:
+        """Write a chunk if there is room for it; return why not, or an empty text.
+
+        It counts on the thread of the mount, where it is known whether a file came that the caller
+        has given up.
+        """
+        room, nbytes = self._housekeeper.room, chunk.nbytes
+        if not room.reserve(nbytes):
+            return _REFUSED
+        if reason := self._files.write(turn, key, header, chunk):
+            room.release(nbytes, reason)
+        return reason
 
     async def has(self, key: bytes) -> bool:
         return (await self.contains([key]))[0]

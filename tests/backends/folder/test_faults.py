@@ -8,7 +8,7 @@ import threading
 import time
 
 import pytest
-from folder_parts import SIZE, load, open_folder, path_of, store, until
+from folder_parts import ON_DISK, SIZE, load, open_folder, path_of, store, stored_bytes, until
 
 from kvoffload.backends.base import ReadResult
 from kvoffload.testing.backends import filled, keys_of, slots, wrong_bytes
@@ -110,6 +110,18 @@ async def test_a_hung_mount_is_given_up_by_the_deadline_and_threads_are_bounded(
     assert await load(again, keys) == [True] * 40
     assert await again.contains(keys_of(9, "new")) == [False] * 9
     await again.close()
+
+
+async def test_a_store_that_was_given_up_counts_by_whether_its_file_comes(tmp_path):
+    vfs = StuckVfs(lambda call, path: call == "rename" and kind_of(path) == "chunk")
+    backend, keys = open_folder(tmp_path / "share", vfs=vfs, timeout_s=0.2, threads=4), keys_of(9)
+    assert await store(backend, keys) == [False] * 9
+    assert backend.counters()["write_late"] + backend.counters()["write_stalled"] == 9
+    vfs.release()
+    assert await until(lambda: stored_bytes(tmp_path / "share") == 4 * ON_DISK)
+    room = backend._housekeeper.room
+    assert await until(lambda: room.stored_bytes == 4 * ON_DISK), "the capacity counts no such file"
+    await backend.close()
 
 
 async def test_lookups_wait_for_no_chunk_that_is_moved(tmp_path):
