@@ -221,6 +221,7 @@ class FolderBackend(AsyncBackend):
             for key in keys:
                 self._opened.pop(key, None)
             raise
+        damaged = []
         for key, answer in zip(keys[::-1], answers[::-1], strict=True):  # heads are used last
             facts = self._opened.pop(key, None)
             if answer is ReadResult.MISSING and facts is None:
@@ -228,11 +229,12 @@ class FolderBackend(AsyncBackend):
             elif answer is ReadResult.MISSING:
                 self._known.pass_over(key)
             elif answer is ReadResult.CORRUPT:
-                await self._remove_damaged(key, facts)
+                damaged.append(self._remove_damaged(key, facts))
             elif not answer:
                 self._known.forget(key)  # the next lookup asks the mount
             elif facts is not None:
                 self._known.used(key, self._records.age_s(facts.st_mtime_ns))
+        await asyncio.gather(*damaged)
         return answers
 
     async def write(

@@ -217,6 +217,21 @@ async def test_a_damaged_file_is_a_miss_and_is_replaced(tmp_path, what, change):
     await backend.close()
 
 
+async def test_damaged_files_are_removed_at_once_on_a_mount_that_hangs(tmp_path):
+    vfs = StuckVfs(lambda call, path: call == "unlink" and kind_of(path) == "chunk")
+    backend, keys = open_folder(tmp_path / "share", vfs=vfs, timeout_s=60.0, threads=8), keys_of(8)
+    assert await store(backend, keys) == [True] * 8
+    for key in keys:
+        path = path_of(tmp_path, key)
+        path.write_bytes(path.read_bytes()[:-1] + b"\0")
+    loading = asyncio.ensure_future(load(backend, keys))
+    assert await until(lambda: vfs.stuck == 8), "a load waits for one after the other"
+    vfs.release()
+    assert await loading == [False] * 8
+    assert {removal.reason for removal in backend.take_removals()} == {"corrupt"}
+    await backend.close()
+
+
 async def test_files_under_each_others_names_are_misses(tmp_path):
     backend, keys = open_folder(tmp_path / "share"), keys_of(2)
     await store(backend, keys)
