@@ -14,12 +14,14 @@ from collections.abc import Iterable
 
 from kvoffload.backends.header import MAX_KEY_BYTES
 from kvoffload.backends.object.bucket import Bucket
-from kvoffload.backends.object.failures import Failed
+from kvoffload.backends.object.failures import Failed, Failure
 from kvoffload.backends.object.naming import MANIFESTS
 
 log = logging.getLogger(__name__)
 
 EVERY_S = 60.0
+MOST_LISTED = 1 << 20
+"""Manifests that are looked at: those of 100 writers in seven days. A listing may have no end."""
 MOST_KEYS = 1 << 21
 """Keys that are known at most: about 300 MiB. The oldest are forgotten first."""
 _MOST_BYTES = 32 << 20
@@ -120,7 +122,13 @@ class ManifestIndex:
         if self.is_complete:
             first = max(first, now - _LOOK_BACK)
         after = f"{self._folder}/{first:010d}"
-        listed = [each.name for each in self._bucket.list(self._folder, after)]
+        listed: list[str] = []
+        for each in self._bucket.list(self._folder, after):
+            if self._ended.is_set():
+                return
+            if len(listed) == MOST_LISTED:
+                raise Failed(Failure("refused_other", "too many manifests"))
+            listed.append(each.name)
         for name in reversed(listed):
             if self._ended.is_set():
                 return

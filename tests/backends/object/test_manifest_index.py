@@ -1,5 +1,7 @@
 """Manifests: engines learn from each other what is stored, and lookups send no request."""
 
+import asyncio
+import itertools
 import time
 
 import pytest
@@ -8,9 +10,10 @@ from kvoffload import open_backend
 from kvoffload.backends.object import manifest_index
 from kvoffload.backends.object.bucket import Bucket
 from kvoffload.backends.object.manifest_index import ManifestIndex
+from kvoffload.backends.object.naming import namespace_tag
 from kvoffload.backends.object.options import ObjectOptions
 from kvoffload.testing.backends import filled, keys_of, slots
-from tests.support.s3_stand_in import S3StandIn, error
+from tests.support.s3_stand_in import MISSING, Answer, S3StandIn, error
 
 
 @pytest.fixture(autouse=True)
@@ -78,3 +81,25 @@ async def test_a_bucket_that_refuses_manifests_costs_lookups_by_request():
         assert await backend.contains(keys_of(2)) == [False] * 2
         assert "HEAD" in {verb for verb, _ in server.asked}
         await backend.close()
+
+
+@pytest.mark.parametrize("most", [1 << 30, 100], ids=["closed meanwhile", "too many"])
+async def test_a_listing_without_end_holds_neither_memory_nor_the_end(monkeypatch, until, most):
+    monkeypatch.setattr(manifest_index, "MOST_LISTED", most)
+    pages = itertools.count()
+
+    def answer(verb, path):
+        if "list-type" not in path:
+            return MISSING
+        name = f"kv/manifests/{namespace_tag('n')}/{next(pages):010d}-{'0' * 16}"
+        facts = "<LastModified>2026-11-22T01:58:41.000Z</LastModified><ETag>e</ETag><Size>1</Size>"
+        content = f"<Contents><Key>{name}</Key>{facts}</Contents>"
+        more = "<IsTruncated>true</IsTruncated><NextContinuationToken>t</NextContinuationToken>"
+        return Answer(200, f"<ListBucketResult>{more}{content}</ListBucketResult>".encode())
+
+    with S3StandIn(answer) as server:
+        backend = open_backend("object", server.options(manifest=True), "n")
+        until(lambda: next(pages) > 300)
+        assert not backend._manifest.is_complete
+        await asyncio.wait_for(backend.close(), 60)
+    assert not backend._manifest._thread.is_alive()
