@@ -6,6 +6,8 @@ namespaces of their own: those without it see none of their chunks, and no damag
 """
 
 import hmac
+import logging
+import stat
 import struct
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,8 @@ from kvoffload.backends.header import (
 )
 from kvoffload.backends.seals import ChecksumSeal, fault_by_check
 from kvoffload.errors import ConfigError
+
+log = logging.getLogger(__name__)
 
 _LEAST_BYTES, _LEAST_DISTINCT = 32, 8
 _RANDOM = "openssl rand -hex 32 makes one"
@@ -117,12 +121,18 @@ def read_secret(file: str) -> SecretSeal | None:
     if not file:
         return None
     try:
+        mode = stat.S_IMODE(Path(file).stat().st_mode)
         secret = Path(file).read_bytes().strip()
     except OSError as error:
         raise ConfigError("secret_file", file, f"cannot be read: {error.strerror}") from error
     if len(secret) < _LEAST_BYTES or len(set(secret)) < _LEAST_DISTINCT:
         remedy = f"needs at least {_LEAST_BYTES} random bytes; {_RANDOM}"
         raise ConfigError("secret_file", file, remedy)
+    if mode & 0o077:
+        text = (
+            "folder: secret_file = %r: its mode %04o opens the secret to other users; chmod 600 it"
+        )
+        log.warning(text, file, mode)
     import blake3
 
     return SecretSeal(blake3.blake3(secret, derive_key_context="kvoffload folder v1").digest())

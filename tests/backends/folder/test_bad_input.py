@@ -64,6 +64,14 @@ def test_a_weak_secret_is_refused(tmp_path, secret):
         open_folder(tmp_path / "kv", secret_file=str(tmp_path / "secret"))
 
 
+@pytest.mark.parametrize(("mode", "is_said"), [(0o600, False), (0o640, True), (0o604, True)])
+async def test_a_secret_that_other_users_may_read_is_said(tmp_path, caplog, mode, is_said):
+    (tmp_path / "secret").write_bytes(bytes(range(32)))
+    (tmp_path / "secret").chmod(mode)
+    await open_folder(tmp_path / "kv", secret_file=str(tmp_path / "secret")).close()
+    assert (f"its mode {mode:04o} opens the secret" in caplog.text) is is_said
+
+
 def made(root, what):
     root.mkdir(mode=0o700)
     if what == "of the disk tier":
