@@ -235,6 +235,8 @@ async def write_for(
         ValueError: there are tenants, and not one for each key.
         Exception: the store's.
     """
+    if not tenants:
+        return await backend.write(keys, chunks)
     write: Callable[..., Awaitable[Sequence[bool]]] = backend.write
     return await write(keys, chunks, *_taken(write, keys, tenants))
 
@@ -252,6 +254,8 @@ async def read_each_for(
         ValueError: there are tenants, and not one for each key.
         Exception: the store's.
     """
+    if not tenants:
+        return await backend.read_each(keys, into, arrived)
     read: Callable[..., Awaitable[Answers]] = backend.read_each
     return await read(keys, into, arrived, *_taken(read, keys, tenants))
 
@@ -259,11 +263,11 @@ async def read_each_for(
 def _taken(
     call: Callable[..., Any], keys: Sequence[bytes], tenants: Sequence[bytes]
 ) -> list[Sequence[bytes]]:
-    """Return the tenants as an argument, if there are any and the call of a store takes them."""
-    if tenants and len(tenants) != len(keys):
+    """Return the tenants as an argument, if the call of a store takes them."""
+    if len(tenants) != len(keys):
         raise ValueError(f"{len(keys)} keys, but {len(tenants)} tenants")
     # Another module's backend may have the signature of the protocol alone.
-    return [tenants] if tenants and "tenants" in signature(call).parameters else []
+    return [tenants] if "tenants" in signature(call).parameters else []
 
 
 async def greet(store: OpenStore, facts: Mapping[str, str]) -> None:
