@@ -30,7 +30,7 @@ def server_findings(path: str) -> list[Finding]:
             server.sock.settimeout(ANSWER_S)
             said = next(MessageReader(to_server=False).feed(server.sock.recv(1 << 16)), None)
         finally:
-            server.sock.close()
+            server.close()
     except OSError as error:
         remedy = "start kvoffload serve there, as the user of the engines"
         return [Finding("server", "failed", f"{path}: {error.strerror or error}", remedy)]

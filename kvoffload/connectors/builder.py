@@ -230,7 +230,8 @@ class TieredOffloadingSpec(OffloadingSpec):
         except BaseException:
             self.close()
             raise
-        return TransferEngine(self._io, self._slab, layout, copier)
+        keeps_slots = bool(self.config.cpu_bytes)
+        return TransferEngine(self._io, self._slab, layout, copier, keeps_slots=keeps_slots)
 
     def _manager_tiers(self) -> tuple[Tier, ...]:
         return tuple(Tier(name, tier, tier) for name, tier in self.tiers.items())

@@ -1,11 +1,15 @@
 """The third form of an I/O server: that of the host, to which an engine attaches."""
 
 import contextlib
+import logging
 import os
 import select
 import socket
 
 from kvoffload.io.greeting import check_user, greet
+from kvoffload.io.lent_memory import LentMemory
+
+log = logging.getLogger(__name__)
 
 CONNECT_S = 1.0
 """How long a server may leave a connection waiting: it accepts one between two messages."""
@@ -26,7 +30,7 @@ class AttachedServer:
         self._path = path
         self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
-            self._ended_fd, theirs = os.pipe()
+            self._pair, theirs = socket.socketpair()
         except BaseException:
             self.sock.close()
             raise
@@ -35,13 +39,18 @@ class AttachedServer:
             self.sock.connect(path)
             # A listening systemd is root, and starts the server as the user that its unit names.
             check_user(self.sock, 0, os.geteuid())
-            greet(self.sock, slab_fd, theirs)
+            greet(self.sock, slab_fd, theirs.fileno())
+            self._pair.setblocking(False)
         except BaseException:
-            self.sock.close()
-            os.close(self._ended_fd)
+            self.close()
             raise
         finally:
-            os.close(theirs)
+            theirs.close()
+
+    def close(self) -> None:
+        """Leave the server, with nothing begun."""
+        self.sock.close()
+        self._pair.close()
 
     def kill(self) -> bool:
         """Leave the server: it ends the session when it next runs."""
@@ -49,15 +58,44 @@ class AttachedServer:
             self.sock.shutdown(socket.SHUT_RDWR)
         return True
 
+    def lent_memory(self) -> LentMemory | None:
+        data, fd = self._receive()
+        if not data or fd < 0:
+            return None
+        try:
+            return LentMemory(fd, self._pair.dup())
+        except (OSError, ValueError) as error:  # no descriptor, or no room in the address space
+            log.warning("chunks are copied by the server, whose memory cannot be mapped: %s", error)
+            return None
+
     def wait(self, timeout_s: float) -> bool:
-        if self._ended_fd >= 0:
-            poll = select.poll()
-            poll.register(self._ended_fd, select.POLLIN)
-            if not poll.poll(1e3 * timeout_s):
+        if self._pair.fileno() < 0 or self._is_ended():
+            return True
+        poll = select.poll()
+        poll.register(self._pair, select.POLLIN)
+        return bool(poll.poll(1e3 * timeout_s)) and self._is_ended()
+
+    def _is_ended(self) -> bool:
+        """Read what the server has sent and not been asked for; return whether its end is down."""
+        while True:
+            data, fd = self._receive()
+            if fd >= 0:
+                os.close(fd)
+            if data is None:
                 return False
-            os.close(self._ended_fd)
-            self._ended_fd = -1
-        return True
+            if not data:
+                self._pair.close()
+                return True
+
+    def _receive(self) -> tuple[bytes | None, int]:
+        """Return what there is, None for nothing and b"" for the end, and a descriptor or -1."""
+        try:
+            data, fds, _, _ = socket.recv_fds(self._pair, 1, 1, socket.MSG_CMSG_CLOEXEC)
+        except BlockingIOError:
+            return None, -1
+        except OSError:
+            return b"", -1
+        return data, fds[0] if fds else -1
 
     def __str__(self) -> str:
         return f"the server at {self._path}"

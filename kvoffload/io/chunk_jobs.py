@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 from kvoffload.backends.base import Answers, ReadsEach, reason_of
 from kvoffload.backends.blocking_pool import undisturbed
+from kvoffload.io.loans import Lends, Loans
 from kvoffload.io.open_stores import OpenStore, read_each_for, text_of, write_for
 from kvoffload.io.protocol import Answered, Arrived, Load, Store, ToClient
 
@@ -45,6 +46,8 @@ class ChunkJobs:
         self._before_answer, self._moved = before_answer, moved
         self._loop = asyncio.get_running_loop()
         self._calls: dict[int, list[asyncio.Task[str]]] = {}
+        self.loans = Loans(send)
+        """Chunks that the engine reads in the server's memory."""
         self._arrivals: dict[int, list[int]] = {}
         self._arrivals_sent_s = 0.0
 
@@ -57,7 +60,7 @@ class ChunkJobs:
         calls: list[Coroutine[Any, Any, str]] = []
         if store is not None and isinstance(order, Store):
             calls.append(self._write(order, store, ok))
-        elif store is not None and ok:
+        elif store is not None and isinstance(order, Load) and ok:
             limit = len(ok) if isinstance(store.backend, ReadsEach) else KEYS_PER_CALL
             for start in range(0, len(ok), limit):
                 part = range(start, min(start + limit, len(ok)))
@@ -93,8 +96,8 @@ class ChunkJobs:
             self._moved(order, ok, seconds)
         self._send(Answered(order.job, bytes(ok), reason, seconds))
 
-    async def _read(self, order: Load | Store, store: OpenStore, ok: bytearray, part: range) -> str:
-        """Read a part of a load into its slots; return why chunks are missing."""
+    async def _read(self, order: Load, store: OpenStore, ok: bytearray, part: Sequence[int]) -> str:
+        """Lend a part of a load, or read it into its slots; return why chunks are missing."""
 
         def arrived(places: Sequence[int]) -> None:
             new = [part[i] for i in places if not ok[part[i]]]
@@ -102,12 +105,17 @@ class ChunkJobs:
                 ok[i] = 1
             self._arrived(order.job, new)
 
-        keys, backend = order.keys[part.start : part.stop], store.backend
+        backend = store.backend
         try:
+            if order.may_lend and isinstance(backend, Lends):
+                await self.loans.lend(order, backend, ok)
+                if not (part := [i for i in part if not ok[i]]):
+                    return ""
+            keys = [order.keys[i] for i in part]
             views = self._views(order, part)
             if isinstance(backend, ReadsEach):
                 batches = ArrivalBatches(self._loop, arrived)
-                tenants = order.tenants[part.start : part.stop]
+                tenants = [order.tenants[i] for i in part] if order.tenants else ()
                 answers = await read_each_for(backend, keys, views, batches.add, tenants)
             else:
                 answers = await backend.read(keys, views)
@@ -116,7 +124,7 @@ class ChunkJobs:
             return reason_of(answers)
         except Exception as error:
             text = "%s: read of %d chunks failed: %s"
-            store.failures.warning(text, store.name, len(keys), text_of(error))
+            store.failures.warning(text, store.name, len(part), text_of(error))
             return "error"
 
     async def _write(self, order: Store, store: OpenStore, ok: bytearray) -> str:
@@ -132,7 +140,7 @@ class ChunkJobs:
             return "error"
         return "" if all(ok) else "refused"
 
-    def _views(self, order: Load | Store, part: range) -> list[memoryview]:
+    def _views(self, order: Load | Store, part: Sequence[int]) -> list[memoryview]:
         views = []
         for i in part:
             start = order.slots[i] * self.slot_bytes

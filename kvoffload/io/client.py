@@ -14,8 +14,17 @@ from typing import Any
 from kvoffload.errors import ConfigError
 from kvoffload.identity import short
 from kvoffload.io.backoff import Backoff
-from kvoffload.io.deadlines import IDLE_TICK_S, PATIENT_S, TICK_S, IOJob, IOJobs, Listener
+from kvoffload.io.deadlines import (
+    IDLE_TICK_S,
+    PATIENT_S,
+    TICK_S,
+    Borrower,
+    IOJob,
+    IOJobs,
+    Listener,
+)
 from kvoffload.io.forms import Form, Peer
+from kvoffload.io.lent_memory import LentMemory
 from kvoffload.io.link import Link
 from kvoffload.io.protocol import (
     Alive,
@@ -26,12 +35,14 @@ from kvoffload.io.protocol import (
     Cancel,
     Expect,
     Forget,
+    Lent,
     Load,
     Logged,
     MessageReader,
     Open,
     Opened,
     Refused,
+    Release,
     Remove,
     Store,
     frame,
@@ -100,6 +111,8 @@ class IOClient:
         self._is_started = not needs_server
         """Whether the stores were open once: then a server that dies is started again."""
         self._peer: Peer | None = None
+        self._memory: LentMemory | None = None
+        """The present server's; guarded by the link's lock."""
         self._why_down = ""
         """Why no server could be started: it is logged once."""
         self._has_spoken = False
@@ -139,15 +152,20 @@ class IOClient:
         sizes: int | list[int],
         listener: Listener,
         tenants: Sequence[bytes] = (),
+        borrower: Borrower | None = None,
     ) -> None:
         """Begin reading chunks into slots; never waits.
+
+        With a borrower, chunks that are in a server's memory are lent to it, and their slots stay
+        as they are.
 
         Raises:
             KeyError: there is no such tier.
         """
-        name, number = self.tiers[tier].name, next(self._numbers)
-        order = Load(number, name, list(keys), list(slots), sizes, list(tenants))
-        self._begin(order, listener, self._load_timeout_s)
+        may_lend, name = borrower is not None and self._memory is not None, self.tiers[tier].name
+        number, told = next(self._numbers), list(tenants)
+        order = Load(number, name, list(keys), list(slots), sizes, told, may_lend)
+        self._begin(order, listener, self._load_timeout_s, borrower)
 
     def store(
         self,
@@ -202,12 +220,19 @@ class IOClient:
         if must_wake:
             self._link.wake()
 
-    def _begin(self, order: Load | Store, listener: Listener, timeout_s: float) -> None:
+    def _begin(
+        self,
+        order: Load | Store,
+        listener: Listener,
+        timeout_s: float,
+        borrower: Borrower | None = None,
+    ) -> None:
         data, link, now_s = frame(order), self._link, time.monotonic()
         with link.lock:  # a server that dies either takes this job with it, or is known to be dead
             if is_up := link.is_up:
                 due_s = now_s + timeout_s
-                self._jobs.unanswered[order.job] = IOJob(order, listener, timeout_s, now_s, due_s)
+                job = IOJob(order, listener, borrower, timeout_s, now_s, due_s)
+                self._jobs.unanswered[order.job] = job
             must_wake = link.push(data) or (is_up and timeout_s < PATIENT_S)
         if must_wake:
             link.wake()
@@ -340,7 +365,10 @@ class IOClient:
         self._heard_s, self._has_spoken = time.monotonic(), True
         match message:
             case Arrived():
-                self._jobs.arrived(message)
+                if job := self._jobs.arriving(message.job):
+                    job.listener.arrived(message.numbers)
+            case Lent():
+                self._borrow(message)
             case Answered():
                 job = self._jobs.unanswered.get(message.job)
                 if job is not None:  # known before it is answered
@@ -348,6 +376,8 @@ class IOClient:
                     self.tiers[job.order.tier].moved(job.order, message, is_current)
                 self._jobs.answered(message)
             case Opened() | Refused():
+                if self._memory is None and self._peer is not None:
+                    self._memory = self._peer.lent_memory()
                 with self._link.lock:  # a renewal comes before it or after it
                     if message.number == self.opening.number:
                         self._settle(message)
@@ -362,6 +392,23 @@ class IOClient:
                     tier.take(message)
                     if not was_met:
                         self._tell_waiting()
+
+    def _borrow(self, message: Lent) -> None:
+        if (memory := self._memory) is None:
+            raise ValueError("a loan of a server without memory")
+
+        def release() -> None:
+            with self._link.lock:  # another server has other loans of these numbers
+                is_there = self._memory is memory
+                must_wake = is_there and self._link.push(frame(Release(message.loan)))
+            if must_wake:
+                self._link.wake()
+
+        loan = memory.borrow(message.numbers, message.starts, release)
+        if (job := self._jobs.arriving(message.job)) and job.borrower is not None:
+            job.borrower.lent(loan)
+        else:  # it was answered meanwhile
+            loan.end()
 
     def _tell_waiting(self) -> None:
         with self._settled:
@@ -417,6 +464,9 @@ class IOClient:
         with self._link.lock:
             self._link.detach()
             jobs = self._jobs.lose()
+            memory, self._memory = self._memory, None
+        if memory is not None:
+            memory.leave()
         is_closing = self._close_by_s is not None
         if not is_closing:
             self._reset_tiers()  # first: an answered job must not be followed by an old hit

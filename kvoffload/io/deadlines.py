@@ -12,7 +12,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from kvoffload.io.protocol import Answered, Arrived, Load, Store
+from kvoffload.io.lent_memory import Loan
+from kvoffload.io.protocol import Answered, Load, Store
 
 TICK_S, IDLE_TICK_S = 0.02, 0.25
 """Time between two looks at deadlines while jobs run, and while none does."""
@@ -42,12 +43,24 @@ class Listener(Protocol):
         ...
 
 
+class Borrower(Protocol):
+    """A listener that copies chunks out of the server's memory itself."""
+
+    def lent(self, loan: Loan) -> None:
+        """Take in verified chunks, and end the loan once they are copied, whatever happens.
+
+        The client's thread calls it. It neither waits nor raises.
+        """
+        ...
+
+
 @dataclass(eq=False)
 class IOJob:
     """A load or store that a server carries out."""
 
     order: Load | Store
     listener: Listener
+    borrower: Borrower | None
     timeout_s: float
     begun_s: float
     due_s: float
@@ -77,12 +90,12 @@ class IOJobs:
         self.late: dict[int, IOJob] = {}
         """Answered jobs whose slots the server may still use, in the order of their answers."""
 
-    def arrived(self, message: Arrived) -> None:
-        """Take in that chunks of a load arrived, unless it is answered."""
-        if job := self.unanswered.get(message.job):
+    def arriving(self, number: int) -> IOJob | None:
+        """Take in that chunks of a load arrived; None: it is answered."""
+        if job := self.unanswered.get(number):
             job.has_arrived = True
             self._has_moved(job)
-            job.listener.arrived(message.numbers)
+        return job
 
     def answered(self, message: Answered) -> None:
         """Take in an answer, unless the job was answered before.

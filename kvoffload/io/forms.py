@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
+from kvoffload.io.lent_memory import LentMemory
 from kvoffload.io.server import Session, run_server
 
 log = logging.getLogger(__name__)
@@ -25,6 +26,10 @@ class Peer(Protocol):
 
     def kill(self) -> bool:
         """End it at once, if its form can; return whether that is so."""
+        ...
+
+    def lent_memory(self) -> LentMemory | None:
+        """Return memory of the server that the engine can read; once, when it has first spoken."""
         ...
 
     def wait(self, timeout_s: float) -> bool:
@@ -59,6 +64,9 @@ class ServerThread:
     def kill(self) -> bool:
         """Do nothing: a thread that hangs cannot be ended."""
         return False
+
+    def lent_memory(self) -> None:
+        return None
 
     def wait(self, timeout_s: float) -> bool:
         self._thread.join(timeout_s)
@@ -121,6 +129,9 @@ class ServerProcess:
         with contextlib.suppress(ProcessLookupError):
             self._process.send_signal(signal.SIGKILL)
         return True
+
+    def lent_memory(self) -> None:
+        return None
 
     def wait(self, timeout_s: float) -> bool:
         # Not Popen.wait: that one polls ever more slowly.

@@ -1,11 +1,13 @@
 """The first bytes between an engine and the server of its host, before any message.
 
-An engine says its version, and passes two descriptors: its slab's memory file, and the write end of
-a pipe. The server closes that end when nothing touches the slab any more. The end of the pipe thus
-tells an engine that all its slots are free, also if the server was killed.
+An engine says its version, and passes two descriptors: its slab's memory file, and one end of a
+pair of sockets. The server passes its own memory file over the pair, and shuts its end down when
+nothing touches the slab any more. That tells the engine that all its slots are free, also if the
+server was killed. The engine shuts its end down when it reads the server's memory no more.
 """
 
 import array
+import contextlib
 import fcntl
 import os
 import socket
@@ -32,9 +34,9 @@ def check_user(sock: socket.socket, *allowed: int) -> int:
     return pid
 
 
-def greet(sock: socket.socket, slab_fd: int, pipe_fd: int) -> None:
+def greet(sock: socket.socket, slab_fd: int, pair_fd: int) -> None:
     """Send the greeting of an engine; raises OSError."""
-    socket.send_fds(sock, [_GREETING.pack(MAGIC, VERSION)], [slab_fd, pipe_fd])
+    socket.send_fds(sock, [_GREETING.pack(MAGIC, VERSION)], [slab_fd, pair_fd])
 
 
 class Greeting:
@@ -66,14 +68,30 @@ class Greeting:
         if len(self._fds) != _DESCRIPTORS or is_cut:
             raise OSError(f"it has passed {len(self._fds)} descriptors, not {_DESCRIPTORS}")
         _check_slab(self._fds[0])
+        if self.version == VERSION:
+            self.pair = socket.socket(fileno=self._fds[1])
+            self._fds.pop()
+            self.pair.setblocking(False)
 
     @property
     def slab_fd(self) -> int:
         """The engine's memory file."""
         return self._fds[0]
 
+    def pass_memory(self, fd: int) -> None:
+        """Pass the server's memory file; an engine that does not get it borrows nothing."""
+        with contextlib.suppress(OSError):
+            socket.send_fds(self.pair, [b"\0"], [fd])
+
+    def tell_free(self) -> None:
+        """Tell the engine that its slots are free."""
+        with contextlib.suppress(OSError):  # it has ended
+            self.pair.shutdown(socket.SHUT_WR)
+
     def close(self) -> None:
         """Close the descriptors: the engine's slots are free."""
+        if hasattr(self, "pair"):
+            self.pair.close()
         while self._fds:
             os.close(self._fds.pop())
 

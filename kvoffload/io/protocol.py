@@ -2,7 +2,7 @@
 
 Both ends come from one installation; ``VERSION`` finds the mistake if they do not. A message is a
 tagged MessagePack array after its length (4 bytes, little endian), over a Unix stream socket. The
-bytes of chunks never travel here: both ends map the slab.
+bytes of chunks never travel here: both ends map the slab, and memory that a server lends.
 """
 
 from collections.abc import Iterator, Sequence
@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from kvoffload.policies.told_return import ToldReturn
 
-VERSION = 10
+VERSION = 11
 _LENGTH_BYTES = 4
 MOST_BYTES = 1 << 28
 """A longer message is none of ours: its length is garbage."""
@@ -93,7 +93,7 @@ class Open(_Message):
 
 
 class Load(_Message):
-    """Read chunks into slots; ``Arrived`` tells of each, ``Answered`` ends it."""
+    """Read chunks into slots; ``Arrived`` or ``Lent`` tells of each, ``Answered`` ends it."""
 
     job: int
     tier: str
@@ -103,6 +103,8 @@ class Load(_Message):
     """Bytes of each chunk; one number if all are equal."""
     tenants: _Tenants = []
     """Whose each chunk is; empty where tenants are not told apart."""
+    may_lend: bool = False
+    """Whether chunks may stay where they are in the server's memory."""
 
 
 class Store(_Message):
@@ -121,6 +123,12 @@ class Cancel(_Message):
     """End a job soon. ``Answered`` comes when nothing touches its slots any more."""
 
     job: int
+
+
+class Release(_Message):
+    """End a loan: its chunks are copied, or not wanted. Nothing answers."""
+
+    loan: int
 
 
 class Ask(_Message):
@@ -197,6 +205,17 @@ class Arrived(_Message):
     numbers: list[int]
 
 
+class Lent(_Message):
+    """Chunks of a load are verified in the server's memory, and stay there until ``Release``."""
+
+    job: int
+    loan: int
+    numbers: list[int]
+    """The chunks, by their places in the load."""
+    starts: list[int]
+    """The first byte of each."""
+
+
 class Answered(_Message):
     """A job has ended: for each chunk whether it succeeded; nothing touches its slots now."""
 
@@ -261,11 +280,12 @@ class Logged(_Message):
     text: str
 
 
-ToServer = Open | Load | Store | Cancel | Ask | Forget | Remove | Await | Expect
+ToServer = Open | Load | Store | Cancel | Release | Ask | Forget | Remove | Await | Expect
 ToClient = (
     Opened
     | Refused
     | Arrived
+    | Lent
     | Answered
     | PresenceChanges
     | Present

@@ -49,6 +49,7 @@ from kvoffload.io.protocol import (
     PresenceChanges,
     Present,
     Refused,
+    Release,
     Remove,
     Removed,
     Store,
@@ -94,6 +95,8 @@ class Session:
         self._open_store = open_store
         self._messages = MessageReader(to_server=True, most_bytes=most_bytes)
         self._jobs = ChunkJobs(memory, self.send, self._before_answer, moved)
+        self.loans = self._jobs.loans
+        """What the engine reads in the server's memory: also after the session, until it leaves."""
         self.loop = asyncio.get_running_loop()
         """Of the backends; other threads may call its ``call_soon_threadsafe``."""
         self._writer: asyncio.StreamWriter | None = None
@@ -154,6 +157,8 @@ class Session:
                 if waiting := self._waiting.get(message.job):
                     waiting.cancel()
                 self._jobs.cancel(message.job)
+            case Release():
+                self.loans.release(message.loan)
             case Ask():
                 self._spawn_telling(self._ask(message))
             case Forget():

@@ -5,7 +5,7 @@ A *fence* is a point in a stream of work. It is done when all work before it is 
 
 import threading
 from collections.abc import Callable
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from kvoffload.transfer.layout import Moves
 
@@ -104,4 +104,23 @@ class Copier(Protocol):
 
     def close(self) -> None:
         """Finish the launched copies and release threads, streams and buffers."""
+        ...
+
+
+@runtime_checkable
+class CopiesFromAnywhere(Protocol):
+    """A copier that loads chunks from any host memory, as a server lends it."""
+
+    def launch_from(self, memory: memoryview, moves: Moves, after: Fence) -> CopyFence:
+        """Begin copies to GPU blocks as :meth:`Copier.launch`.
+
+        Args:
+            memory: has the chunks whole; each move's host slot is the first byte of one.
+            moves: the chunks.
+            after: done when the blocks may be written.
+
+        Raises:
+            RuntimeError: the copier is closed.
+            ValueError: a chunk is not within the memory.
+        """
         ...

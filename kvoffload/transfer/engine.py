@@ -148,10 +148,18 @@ class TransferEngine(OffloadingHandler):
         slab: host memory.
         layout: of chunks in slots.
         copier: copies between GPU blocks and slots.
+        keeps_slots: whether slots keep the chunks that a load has brought. If not, chunks in a
+            server's memory are copied from there.
     """
 
     def __init__(
-        self, io: IOClient | None, slab: Slab, layout: ChunkLayout, copier: Copier
+        self,
+        io: IOClient | None,
+        slab: Slab,
+        layout: ChunkLayout,
+        copier: Copier,
+        *,
+        keeps_slots: bool = True,
     ) -> None:
         self.figures = Registry()
         """What this engine and its tiers have measured since the start."""
@@ -165,6 +173,7 @@ class TransferEngine(OffloadingHandler):
         self._slab = slab
         self._layout = layout
         self._copier = copier
+        self._keeps_slots = keeps_slots
         self._jobs: dict[int, EngineJob] = {}
         self._settled: deque[int] = deque()
 
@@ -245,7 +254,8 @@ class TransferEngine(OffloadingHandler):
             return job
         if self._io is None:
             raise ValueError("there are no tiers")
-        load = TierLoad(job, fetches, moves, self._layout, self._io, self._copier, after)
+        parts = job, fetches, moves, self._layout, self._io, self._copier, after
+        load = TierLoad(*parts, may_borrow=not self._keeps_slots)
         fetched = {i for fetch in fetches for i in fetch.positions}
         if here := [i for i in range(len(moves)) if i not in fetched]:
             job.copied(self._copier.launch(moves.take(here), to_host, after), here)

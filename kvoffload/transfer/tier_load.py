@@ -6,12 +6,13 @@ read and verified, so reads and copies of a load run at the same time.
 
 import logging
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
 from kvoffload.io.client import IOClient
+from kvoffload.io.lent_memory import Loan
 from kvoffload.messages import Fetch, OffloadKey
-from kvoffload.transfer.base import Copier, CopyFence, Fence
+from kvoffload.transfer.base import Copier, CopiesFromAnywhere, CopyFence, Fence
 from kvoffload.transfer.layout import ChunkLayout, Moves
 
 log = logging.getLogger(__name__)
@@ -48,6 +49,8 @@ class TierLoad:
         io: carries out the reads.
         copier: copies the chunks that have arrived.
         after: done when the blocks may be written.
+        may_borrow: whether chunks in a server's memory are copied from there. Their slots then have
+            other bytes than theirs.
 
     Raises:
         KeyError: there is no such tier; nothing was begun.
@@ -62,6 +65,8 @@ class TierLoad:
         io: IOClient,
         copier: Copier,
         after: Fence,
+        *,
+        may_borrow: bool = False,
     ) -> None:
         self.job = job
         self.layout = layout
@@ -69,6 +74,10 @@ class TierLoad:
         self.moves = moves
         self.copier = copier
         self.after = after
+        self.borrowing: CopiesFromAnywhere | None = None
+        """What copies chunks from where a server has them; None: they are read into slots."""
+        if may_borrow and isinstance(copier, CopiesFromAnywhere):
+            self.borrowing = copier
         self.lock = threading.Lock()
         """Guards what the parts count."""
         self.parts: list[_Part] = []
@@ -114,7 +123,9 @@ class _Part:
         """Begin the read."""
         try:
             sizes = self._load.layout.sizes(self._keys)
-            self._load.io.load(self._tier, self._keys, self.slots, sizes, self, self._tenants)
+            borrower = self if self._load.borrowing else None
+            load = self._load.io.load
+            load(self._tier, self._keys, self.slots, sizes, self, self._tenants, borrower)
         except Exception:
             log.exception("a read of %d chunks could not begin", len(self._keys))
             self.ended(bytes(len(self._keys)), "refused_transfer", True, 0.0)
@@ -126,20 +137,44 @@ class _Part:
         new = [n for n in numbers if n not in self._launched]
         if not new:
             return
-        self._launched.update(new)
-        positions = [self._positions[n] for n in new]
-        try:
-            load = self._load
-            fence = load.copier.launch(load.moves.take(positions), to_host=False, after=load.after)
-        except Exception as error:
-            log.warning("copies of %d chunks were refused: %s", len(positions), error)
-            self._reason = "refused_transfer"
-            return
-        self._load.job.copied(fence, positions)
-        if self.followers:
-            with self._load.lock:
+        load = self._load
+        fence = self._launch(
+            new, lambda moves: load.copier.launch(moves, to_host=False, after=load.after)
+        )
+        if fence is not None and self.followers:
+            with load.lock:
                 self._uses += 1
             fence.when_reached(self._used)
+
+    def lent(self, loan: Loan) -> None:
+        """Launch the copies of chunks in the server's memory: they use no slots."""
+
+        def launch(moves: Moves) -> CopyFence:
+            if (copier := self._load.borrowing) is None:
+                raise TypeError("a loan that was not asked for")
+            moves.chunks[0] = loan.starts
+            return copier.launch_from(loan.bytes, moves, self._load.after)
+
+        fence = self._launch(loan.numbers, launch)
+        if fence is None:
+            loan.end()
+        else:
+            fence.when_reached(loan.end)
+
+    def _launch(
+        self, numbers: Sequence[int], launch: Callable[[Moves], CopyFence]
+    ) -> CopyFence | None:
+        """Launch the copies of some chunks; None: they are refused."""
+        self._launched.update(numbers)
+        try:
+            positions = [self._positions[n] for n in numbers]
+            fence = launch(self._load.moves.take(positions))
+        except Exception as error:
+            log.warning("copies of %d chunks were refused: %s", len(numbers), error)
+            self._reason = "refused_transfer"
+            return None
+        self._load.job.copied(fence, positions)
+        return fence
 
     def ended(self, ok: bytes, reason: str, settled: bool, io_time_s: float) -> None:
         self.arrived([n for n, good in enumerate(ok) if good])

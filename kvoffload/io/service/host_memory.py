@@ -1,23 +1,33 @@
 """Memory of the server that chunks of all engines share: who leaves, and where bytes are.
 
 A chunk is in *runs* of blocks, so memory that is free in pieces serves chunks of any size. Chunks
-of all namespaces are in one eviction order.
+of all namespaces are in one eviction order. A chunk in one run can be *lent*: engines map the
+memory, and read it there. The kernel lets no other process write.
 """
 
 import contextlib
 import ctypes
+import fcntl
+import logging
 import mmap
+import os
 import threading
+import weakref
 from collections.abc import Callable, Collection, Sequence
 from typing import Protocol
 
 from kvoffload.policies.base import Policy
 from kvoffload.policies.kept_order import KeptOrder
 
+log = logging.getLogger(__name__)
 BLOCK = 16 << 10
 """Bytes of a block: a chunk takes whole ones."""
 _ADVICE = ("MADV_HUGEPAGE", "MADV_DONTDUMP", "MADV_DONTFORK")
 """Large pages make copies faster. A core file must not contain clients' data."""
+_F_SEAL_FUTURE_WRITE = 0x10
+"""Python 3.11 does not name it; Linux has it since 5.1."""
+MOST_LENT = 0.5
+"""The part of the memory that is lent at most: the rest can always make room."""
 Name = bytes
 """Four bytes of a namespace's number, then the key."""
 _NUMBER = 4
@@ -40,13 +50,24 @@ class Reader(Protocol):
 
 
 class _Chunk:
-    __slots__ = ("header", "is_gone", "num_readers", "runs", "size")
+    __slots__ = ("header", "is_gone", "is_verified", "num_readers", "runs", "size")
 
     def __init__(self, header: bytes, runs: list[tuple[int, int]], size: int) -> None:
         self.header, self.runs, self.size = header, runs, size
         self.num_readers = 0
         self.is_gone = False
         """Whether the last reader frees its blocks."""
+        self.is_verified = False
+        """Whether its bytes have been checked here; no other process changes them."""
+
+    @property
+    def start(self) -> int:
+        """Its first byte."""
+        return self.runs[0][0] * BLOCK
+
+    def can_be_lent(self, size: int) -> bool:
+        """Whether its bytes are so many, and in one piece."""
+        return self.size == size and len(self.runs) == 1
 
 
 class HostMemory:
@@ -67,8 +88,15 @@ class HostMemory:
         blocks = capacity_bytes // BLOCK
         if blocks < 1:
             raise ValueError(f"{capacity_bytes} bytes hold no block of {BLOCK}")
-        self.capacity_bytes = blocks * BLOCK
-        self._map = mmap.mmap(-1, self.capacity_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        self.capacity_bytes = size = blocks * BLOCK
+        # The system refuses private memory that it does not have. That of a file it never refuses.
+        mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS).close()
+        self.fd = os.memfd_create("kvoffload-serve", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        """The memory as a file, which other processes can only read."""
+        weakref.finalize(self, os.close, self.fd)
+        os.ftruncate(self.fd, size)
+        self._map = mmap.mmap(self.fd, size)
+        self.can_lend = _sealed(self.fd)
         for name in _ADVICE:
             with contextlib.suppress(OSError, AttributeError):
                 self._map.madvise(getattr(mmap, name))
@@ -77,6 +105,8 @@ class HostMemory:
         self._free = [(0, blocks)]
         """Runs of free blocks; those freed last are used first."""
         self._num_free = blocks
+        self.lent_bytes = 0
+        """Bytes of chunks on loan; one that is lent twice counts twice."""
         self._tables: dict[bytes, dict[bytes, _Chunk]] = {}
         """A namespace's number → its chunks by their keys: listing one looks at no other."""
         self._num_chunks = 0
@@ -150,10 +180,62 @@ class HostMemory:
                 target, left = target + length, left - length
         finally:
             with self._lock:
-                chunk.num_readers -= 1
-                if chunk.is_gone and not chunk.num_readers:
-                    self._release(chunk.runs)
+                self._end_reading(chunk)
         return True
+
+    def verify(
+        self, name: Name, size: int, check: Callable[[memoryview, memoryview], bool]
+    ) -> bool:
+        """Check a chunk where it is, so that it can be lent; False: it is damaged.
+
+        Args:
+            name: of the chunk.
+            size: one of another size cannot be lent.
+            check: says whether the header and the bytes are those of the chunk.
+        """
+        with self._lock:
+            chunk = self._find(name)
+            if chunk is None or chunk.is_verified or not chunk.can_be_lent(size):
+                return True
+            chunk.num_readers += 1
+        try:
+            with memoryview(self._map) as memory:
+                there = memory[chunk.start : chunk.start + size]
+                chunk.is_verified = check(memoryview(chunk.header), there)
+        finally:
+            with self._lock:
+                self._end_reading(chunk)
+        return chunk.is_verified
+
+    def lend(
+        self, names: Sequence[Name], sizes: Sequence[int]
+    ) -> tuple[list[int], Callable[[], None]]:
+        """Lend chunks that are verified; return the first byte of each, and what ends the loan.
+
+        -1 stands for a chunk that is not here, not verified, in pieces, of another size, or too
+        much. Blocks of a chunk on loan are not used again, also if the chunk leaves.
+        """
+        starts, lent = [], list[_Chunk]()
+        with self._lock:
+            for name, size in zip(names, sizes, strict=True):
+                chunk = self._find(name)
+                starts.append(-1)
+                if chunk is None or not (chunk.is_verified and chunk.can_be_lent(size)):
+                    continue
+                if self.lent_bytes + size <= MOST_LENT * self.capacity_bytes:
+                    self.lent_bytes += size
+                    chunk.num_readers += 1
+                    lent.append(chunk)
+                    starts[-1] = chunk.start
+
+        def end() -> None:
+            with self._lock:
+                for chunk in lent:
+                    self.lent_bytes -= chunk.size
+                    self._end_reading(chunk)
+                lent.clear()
+
+        return starts, end
 
     def write(self, name: Name, header: bytes, chunk: memoryview) -> bool:
         """Keep a chunk, unless it is here; False: there is no room for it.
@@ -278,6 +360,11 @@ class HostMemory:
         if reader := self._readers.get(name[:_NUMBER]):
             reader.changed(name[_NUMBER:])
 
+    def _end_reading(self, chunk: _Chunk) -> None:
+        chunk.num_readers -= 1
+        if chunk.is_gone and not chunk.num_readers:
+            self._release(chunk.runs)
+
     def _release(self, runs: list[tuple[int, int]]) -> None:
         self._free += runs[::-1]
         self._num_free += sum(count for _, count in runs)
@@ -294,6 +381,22 @@ class HostMemory:
             elif part.nbytes:
                 ctypes.memmove(target, _address_of(part), part.nbytes)
             at += part.nbytes
+
+
+def _sealed(fd: int) -> bool:
+    """Let a memory file keep its size, and no other process write it; return whether that can be.
+
+    The mappings that there are can write.
+    """
+    try:
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _F_SEAL_FUTURE_WRITE)
+    except OSError as error:
+        log.warning(
+            "chunks are copied to all engines: memory cannot be kept from writes: %s", error
+        )
+        return False
+    return True
 
 
 def _address_of(memory: memoryview) -> int:

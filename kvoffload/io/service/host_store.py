@@ -93,6 +93,33 @@ class HostStore(ThreadedBackend, LocalIndex, Spares):
                 await asyncio.sleep(0)
         return removed
 
+    # ---- loans ----
+
+    async def verify(self, keys: Sequence[bytes], sizes: Sequence[int]) -> None:
+        """Check chunks where they are, each once; those that are damaged are removed."""
+
+        def check(i: int) -> bool:
+            key = keys[i]
+
+            def is_good(header: memoryview, there: memoryview) -> bool:
+                return bool(self.verdict(True, key, header, there))
+
+            if not (is_whole := self._memory.verify(self._number + key, sizes[i], is_good)):
+                self.delete(key)
+            return is_whole
+
+        await self.run_each("read", len(keys), check, False)
+
+    def lend(
+        self, keys: Sequence[bytes], sizes: Sequence[int]
+    ) -> tuple[list[int], Callable[[], None]]:
+        """Lend chunks that are verified; see :meth:`HostMemory.lend`."""
+        names = [self._number + key for key in keys]
+        starts, end = self._memory.lend(names, sizes)
+        lent = [name for name, start in zip(names, starts, strict=True) if start >= 0]
+        self._memory.used(lent[::-1])
+        return starts, end
+
     # ---- the memory's reader, and the reader of this index ----
 
     def listed(self, keys: Sequence[bytes]) -> None:
@@ -136,4 +163,5 @@ class HostStore(ThreadedBackend, LocalIndex, Spares):
     def usage(self) -> Usage:
         """Return how full the memory is, with the chunks of all namespaces."""
         memory = self._memory
-        return Usage(memory.resident_bytes, memory.capacity_bytes, len(memory))
+        gauges = {"lent_bytes": memory.lent_bytes}
+        return Usage(memory.resident_bytes, memory.capacity_bytes, len(memory), gauges)

@@ -24,6 +24,7 @@ from kvoffload.backends.base import (
 )
 from kvoffload.backends.changes import ChangedKeys
 from kvoffload.errors import ConfigError
+from kvoffload.io.loans import Lends
 from kvoffload.io.open_stores import CLOSE_S, KEYS_PER_MESSAGE, OpenStore, close_stores, open_tier
 from kvoffload.io.protocol import Open, TierSettings
 from kvoffload.io.service.host_memory import HostMemory
@@ -89,7 +90,8 @@ class SharedStores:
     async def _open(self, namespace: str) -> "SharedStore":
         if closing := self._closing.get(namespace):
             await asyncio.wait([closing])
-        layers: dict[str, Backend] = {MEMORY: HostStore(self._memory, namespace)}
+        memory = HostStore(self._memory, namespace)
+        layers: dict[str, Backend] = {MEMORY: memory}
         opening = [asyncio.create_task(open_tier(tier, namespace)) for tier in self._backends]
         try:
             if opening:
@@ -97,7 +99,7 @@ class SharedStores:
         except BaseException:
             for task in opening:
                 task.cancel()
-            await layers[MEMORY].close()
+            await memory.close()
             raise
         late = []
         for tier, task in zip(self._backends, opening, strict=True):
@@ -107,7 +109,7 @@ class SharedStores:
                 late.append((tier, task))
         late_have_index = all(_has_index(tier) for tier, _ in late)
         store = layered(layers, late_have_index=late_have_index)
-        shared = SharedStore(store, lambda: self._close_unused(namespace))
+        shared = SharedStore(store, memory, lambda: self._close_unused(namespace))
         for tier, task in late:
             work = self._open_late(shared.store, tier, task, namespace)
             shared.late.append(asyncio.create_task(work))
@@ -192,11 +194,13 @@ class SharedStore:
 
     Args:
         store: opened for this; closed by the one who made it.
+        memory: its first layer.
         unused: called when the last view is closed.
     """
 
-    def __init__(self, store: Layers, unused: Callable[[], None]) -> None:
+    def __init__(self, store: Layers, memory: HostStore, unused: Callable[[], None]) -> None:
         self.store = store
+        self.memory = memory
         self.views: list[StoreView] = []
         self.present: set[bytes] = set()
         """What the index has told so far."""
@@ -242,7 +246,7 @@ class SharedStore:
         self.store.spare(frozenset[bytes]().union(*(view.spared for view in self.views)))
 
 
-class StoreView(Observable, ReadsEach, Spares, Purges):
+class StoreView(Observable, ReadsEach, Spares, Purges, Lends):
     """What one session sees of a shared store; made by :meth:`SharedStore.new_view`."""
 
     def __init__(self, shared: SharedStore) -> None:
@@ -270,6 +274,17 @@ class StoreView(Observable, ReadsEach, Spares, Purges):
         if self._is_closed:
             return [False] * len(keys)
         return await self._store.read_each(keys, into, arrived, tenants)
+
+    async def verify(self, keys: Sequence[bytes], sizes: Sequence[int]) -> None:
+        if not self._is_closed:
+            await self._shared.memory.verify(keys, sizes)
+
+    def lend(
+        self, keys: Sequence[bytes], sizes: Sequence[int]
+    ) -> tuple[list[int], Callable[[], None]]:
+        if self._is_closed:
+            return [-1] * len(keys), lambda: None
+        return self._shared.memory.lend(keys, sizes)
 
     async def write(
         self, keys: Sequence[bytes], chunks: Sequence[memoryview], tenants: Sequence[bytes] = ()

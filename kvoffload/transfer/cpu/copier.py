@@ -5,6 +5,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable
+from typing import NamedTuple
 
 import numpy as np
 
@@ -18,7 +19,18 @@ CLOSE_TIMEOUT_S = 5.0
 POPULATED_BYTES = 4 << 20
 """Host memory allocated between two looks for a copy: some milliseconds."""
 
-Job = tuple[Moves, bool, Fence, CopyFence]
+
+class Job(NamedTuple):
+    """A transfer that is queued."""
+
+    moves: Moves
+    to_host: bool
+    memory: HostBytes
+    """What has the chunks: the slab, or memory of a server."""
+    slot_bytes: int
+    """The unit of host slots in it."""
+    after: Fence
+    fence: CopyFence
 
 
 class DoneFence:
@@ -66,11 +78,22 @@ class CpuCopier:
         return DoneFence()
 
     def launch(self, moves: Moves, to_host: bool, after: Fence) -> CopyFence:
+        return self._launch(moves, to_host, self._slab.flat, self._slab.slot_bytes, after)
+
+    def launch_from(self, memory: memoryview, moves: Moves, after: Fence) -> CopyFence:
+        starts, sizes = moves.host_slots, np.array(self._layout.payload_bytes)[moves.chunks[1]]
+        if (starts < 0).any() or (starts + sizes > memory.nbytes).any():
+            raise ValueError(f"chunks at {starts.tolist()} of {memory.nbytes} bytes")
+        return self._launch(moves, False, np.frombuffer(memory, np.int8), 1, after)
+
+    def _launch(
+        self, moves: Moves, to_host: bool, memory: HostBytes, slot_bytes: int, after: Fence
+    ) -> CopyFence:
         fence = CopyFence()
         with self._closing:
             if self._is_closed:
                 raise RuntimeError("the copier is closed")
-            self._queue.put((moves, to_host, after, fence))
+            self._queue.put(Job(moves, to_host, memory, slot_bytes, after, fence))
         return fence
 
     def stats(self) -> dict[str, str | int]:
@@ -85,17 +108,16 @@ class CpuCopier:
 
     def _run(self) -> None:
         while (job := self._next_job()) is not None:
-            moves, to_host, after, fence = job
             try:
                 # The copy begins after the forward pass. A store would read blocks that the pass
                 # still writes; a load would overwrite blocks that the pass still reads.
-                after.wait()
+                job.after.wait()
                 begun_s = time.perf_counter()
-                self._copy(moves, to_host)
+                self._copy(job)
             except Exception as error:
-                fence.reach(error)
+                job.fence.reach(error)
             else:
-                fence.reach(copy_time_s=time.perf_counter() - begun_s)
+                job.fence.reach(copy_time_s=time.perf_counter() - begun_s)
 
     def _next_job(self) -> Job | None:
         """Wait for a copy. Until there is one, let the kernel allocate host memory.
@@ -110,15 +132,15 @@ class CpuCopier:
             self._num_populated += POPULATED_BYTES if is_done else left
         return self._queue.get()
 
-    def _copy(self, moves: Moves, to_host: bool) -> None:
-        slab, payload_bytes = self._slab, self._layout.payload_bytes
+    def _copy(self, job: Job) -> None:
+        payload_bytes = self._layout.payload_bytes
         ends: list[list[tuple[Indices, int, HostBytes]]] = [[] for _ in self._layout.regions]
-        for move in moves:
+        for move in job.moves:
             ids = move.block_ids.astype(np.intp)
-            start = move.host_slot * slab.slot_bytes
-            slot = slab.flat[start : start + payload_bytes[move.group_idx]]
+            start = move.host_slot * job.slot_bytes
+            slot = job.memory[start : start + payload_bytes[move.group_idx]]
             ends[move.group_idx].append((ids, move.first, slot))
-        for copies, mine in zip(self._copies[to_host], ends, strict=True):
+        for copies, mine in zip(self._copies[job.to_host], ends, strict=True):
             # Tensor by tensor: one tensor's pages stay in the processor's caches and TLB.
             for part in copies:
                 for ids, first, slot in mine:

@@ -50,7 +50,7 @@ class Talk:
 
     def __init__(self, path, slots=8):
         self.fd = create_shared_memory(slots * SLOT)
-        self.ended, self._theirs = os.pipe()
+        self.ended, self._theirs = (each.detach() for each in socket.socketpair())
         self.sock = socket.socket(socket.AF_UNIX)
         self.sock.settimeout(20)
         self.sock.connect(path)
@@ -81,7 +81,9 @@ class Talk:
                 pass
         except ConnectionError:
             pass
-        return os.read(self.ended, 1) == b""
+        while os.read(self.ended, 1):  # the memory that it lends
+            pass
+        return True
 
     def close(self):
         self.sock.close()

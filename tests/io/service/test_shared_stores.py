@@ -43,8 +43,8 @@ class TestView(BackendSuite):
     """A view whose store ends with it."""
 
     def open(self, namespace, chunks=1024):
-        store = layered({"memory": HostStore(HostMemory(chunks * CHUNK_BYTES, LRUPolicy), "n")})
-        return SharedStore(store, lambda: None).new_view()
+        memory = HostStore(HostMemory(chunks * CHUNK_BYTES, LRUPolicy), "n")
+        return SharedStore(layered({"memory": memory}), memory, lambda: None).new_view()
 
     def open_small(self, namespace):
         return self.open(namespace, 16)

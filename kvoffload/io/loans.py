@@ -1,0 +1,81 @@
+"""Chunks that stay in a server's memory while an engine copies them from there.
+
+A *loan* is one message of them. It ends when the engine releases it, or reads nothing any more.
+"""
+
+from collections.abc import Callable, Sequence
+from itertools import count
+from typing import Protocol, runtime_checkable
+
+from kvoffload.io.protocol import Lent, Load, ToClient
+
+
+@runtime_checkable
+class Lends(Protocol):
+    """A store above memory that engines map."""
+
+    async def verify(self, keys: Sequence[bytes], sizes: Sequence[int]) -> None:
+        """Check chunks in the memory, so that they can be lent."""
+        ...
+
+    def lend(
+        self, keys: Sequence[bytes], sizes: Sequence[int]
+    ) -> tuple[list[int], Callable[[], None]]:
+        """Lend chunks; return the first byte of each, -1 for those that are not lent, and the end.
+
+        The second must be called once the chunks are not read any more; harmless a second time.
+        """
+        ...
+
+
+class Loans:
+    """The loans of one session; used on its event loop.
+
+    Args:
+        send: sends a message to the engine.
+    """
+
+    def __init__(self, send: Callable[[ToClient], None]) -> None:
+        self._send = send
+        self._numbers = count(1)
+        self._ends: dict[int, Callable[[], None]] = {}
+
+    def __len__(self) -> int:
+        return len(self._ends)
+
+    async def lend(self, order: Load, store: Lends, ok: bytearray) -> None:
+        """Lend the chunks of a load that are in the memory, and count them as good."""
+        self._lend(order, store, ok)
+        if left := _left(ok):
+            await store.verify([order.keys[i] for i in left], _sizes(order, left))
+            self._lend(order, store, ok)
+
+    def _lend(self, order: Load, store: Lends, ok: bytearray) -> None:
+        left = _left(ok)
+        starts, end = store.lend([order.keys[i] for i in left], _sizes(order, left))
+        lent = {i: start for i, start in zip(left, starts, strict=True) if start >= 0}
+        if lent:
+            number = next(self._numbers)
+            self._ends[number] = end
+            for i in lent:
+                ok[i] = 1
+            self._send(Lent(order.job, number, list(lent), list(lent.values())))
+
+    def release(self, number: int) -> None:
+        """End a loan; one that is unknown is none of this engine."""
+        if end := self._ends.pop(number, None):
+            end()
+
+    def release_all(self) -> None:
+        """End all loans: the engine reads nothing any more."""
+        for number in list(self._ends):
+            self.release(number)
+
+
+def _left(ok: bytearray) -> list[int]:
+    return [i for i, good in enumerate(ok) if not good]
+
+
+def _sizes(order: Load, places: Sequence[int]) -> list[int]:
+    sizes = order.sizes
+    return [sizes if isinstance(sizes, int) else sizes[i] for i in places]
