@@ -7,6 +7,7 @@ server was killed. The engine shuts its end down when it reads the server's memo
 """
 
 import array
+import asyncio
 import contextlib
 import fcntl
 import os
@@ -87,6 +88,16 @@ class Greeting:
         """Tell the engine that its slots are free."""
         with contextlib.suppress(OSError):  # it has ended
             self.pair.shutdown(socket.SHUT_WR)
+
+    async def reads_no_more(self) -> None:
+        """Wait until the engine reads the server's memory no more: it says so, or has ended.
+
+        The kernel closes the pair of a killed process when none of its threads can run any more.
+        """
+        loop = asyncio.get_running_loop()
+        with contextlib.suppress(OSError):
+            while await loop.sock_recv(self.pair, 1 << 10):
+                pass
 
     def close(self) -> None:
         """Close the descriptors: the engine's slots are free."""

@@ -7,11 +7,12 @@ from collections.abc import Callable, Sequence
 from itertools import count
 from typing import Protocol, runtime_checkable
 
+from kvoffload.backends.base import ReadsEach
 from kvoffload.io.protocol import Lent, Load, ToClient
 
 
 @runtime_checkable
-class Lends(Protocol):
+class Lends(ReadsEach, Protocol):
     """A store above memory that engines map."""
 
     async def verify(self, keys: Sequence[bytes], sizes: Sequence[int]) -> None:

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -14,18 +15,25 @@ ROOT = Path(__file__).parents[2]
 STARTED_S = 60.0
 KEYS = 200
 CLIENT = """
-import hashlib, os, random, sys, threading
+import hashlib, os, random, signal, sys, threading
 from kvoffload.io.attached import AttachedServer
 from kvoffload.io.client import IOClient
 from kvoffload.transfer.slab import Slab, create_shared_memory
 from tests.support.host_server import KEYS, SIZE, Job, key_of, payload_of
 from tests.support.io_rig import opening
 
-path, rng = sys.argv[1], random.Random(int(sys.argv[2]))
+path, rng, point = sys.argv[1], random.Random(int(sys.argv[2])), sys.argv[3]
 fd = create_shared_memory(16 * SIZE)
 slab, wanted = Slab(16, SIZE, fd), opening([("serve", "serve", {})], SIZE)
 client = IOClient(lambda: AttachedServer(path, fd), wanted, 9.0, 9.0, needs_server=False)
 print("attached", flush=True)
+
+
+def reach(name):
+    if name == point and rng.random() < 0.5:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
 while True:
     first = rng.randrange(KEYS)
     keys, job = [key_of(first + i) for i in range(16)], Job()
@@ -35,13 +43,36 @@ while True:
         client.store("serve", keys, range(16), SIZE, job)
         job.over.wait()
     else:
-        client.load("serve", keys, range(16), SIZE, job)
+        job.has_loan = lambda: reach("lent")
+        client.load("serve", keys, range(16), SIZE, job, job if rng.random() < 0.8 else None)
+        reach("asked")
         job.over.wait()
-        for i, key in enumerate(keys):
-            if job.ok[i] and slab.slot(i, SIZE) != payload_of(key):
+        if job.loans and point == "held":
+            print("held", flush=True)
+            signal.pause()
+        places = {i: slab.slot(i, SIZE) for i in range(16)}
+        for loan in job.loans:
+            starts = zip(loan.numbers, loan.starts)
+            places.update((i, loan.bytes[at : at + SIZE]) for i, at in starts)
+        for i, there in places.items():
+            if i == 8:
+                reach("half")
+            if job.ok[i] and there != payload_of(keys[i]):
                 print("wrong", flush=True)
+        for loan in job.loans:
+            loan.end()
+            reach("ended")
+        if job.loans and point == "left":  # with a loan that ends only with the process
+            client.load("serve", keys, range(16), SIZE, Job(), Job())
+            client.close()
+            reach("left")
+            break
 """
-"""Stores and loads chunks for ever, and says so if one is wrong."""
+"""Stores and loads chunks for ever, and says so if one is wrong.
+
+It reads most of them in the server's memory. It is killed at a point, if one is named.
+"""
+CLIENT_POINTS = ("asked", "lent", "half", "ended", "left")
 SIZE = 32 << 10
 ENGINE = """
 import json, os, sys
@@ -69,10 +100,15 @@ class Job:
     """Waits for the end of one job."""
 
     def __init__(self):
-        self.over, self.ok = threading.Event(), b""
+        self.over, self.ok, self.loans = threading.Event(), b"", []
+        self.has_loan = lambda: None
 
     def arrived(self, numbers):
         pass
+
+    def lent(self, loan):
+        self.loans.append(loan)
+        self.has_loan()
 
     def ended(self, ok, reason, settled, io_time_s):
         self.ok = ok
@@ -165,16 +201,26 @@ class EngineInAProcess:
 
 
 class ClientProcess:
-    """A process that stores and loads for ever, quick to start."""
+    """A process that stores and loads for ever, or until it is at a point; quick to start."""
 
-    def __init__(self, path, seed):
+    def __init__(self, path, seed, point=""):
         self.process = subprocess.Popen(
-            [sys.executable, "-c", CLIENT, path, str(seed)],
+            [sys.executable, "-c", CLIENT, path, str(seed), point],
             stdout=subprocess.PIPE,
             text=True,
             cwd=ROOT,
         )
         assert self.process.stdout.readline() == "attached\n"
+
+    def await_loan(self):
+        """Wait until it has chunks on loan, which it holds from then on."""
+        assert self.process.stdout.readline() == "held\n"
+
+    def end(self):
+        """Wait until it has killed itself; return what else it has said."""
+        said = self.process.communicate()[0]
+        assert self.process.returncode == -signal.SIGKILL
+        return said
 
     def kill(self):
         """Kill it; return what else it has said."""

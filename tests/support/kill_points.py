@@ -16,6 +16,7 @@ POINTS = (
     # a load: half a slot is filled; some chunks are told; all are, and no answer is sent
     "preadv:half", "Arrived:sent", "Answered:unsent", "Answered:half", "Answered:sent",
     # a store
+    "Lent:unsent", "Lent:half", "Lent:sent", "Release:received", "Release:taken",
     "pwritev:half", "Present:unsent", "Figures:unsent",
     # stores are opened, and list what they have
     "Open:received", "store:opening", "store:opened", "Opened:unsent", "Opened:sent",

@@ -65,6 +65,11 @@ class _Chunk:
         """Its first byte."""
         return self.runs[0][0] * BLOCK
 
+    @property
+    def room(self) -> int:
+        """Bytes of its blocks."""
+        return sum(count for _, count in self.runs) * BLOCK
+
     def can_be_lent(self, size: int) -> bool:
         """Whether its bytes are so many, and in one piece."""
         return self.size == size and len(self.runs) == 1
@@ -106,7 +111,7 @@ class HostMemory:
         """Runs of free blocks; those freed last are used first."""
         self._num_free = blocks
         self.lent_bytes = 0
-        """Bytes of chunks on loan; one that is lent twice counts twice."""
+        """Bytes of the blocks of chunks on loan; one that is lent twice counts twice."""
         self._tables: dict[bytes, dict[bytes, _Chunk]] = {}
         """A namespace's number → its chunks by their keys: listing one looks at no other."""
         self._num_chunks = 0
@@ -222,8 +227,8 @@ class HostMemory:
                 starts.append(-1)
                 if chunk is None or not (chunk.is_verified and chunk.can_be_lent(size)):
                     continue
-                if self.lent_bytes + size <= MOST_LENT * self.capacity_bytes:
-                    self.lent_bytes += size
+                if self.lent_bytes + chunk.room <= MOST_LENT * self.capacity_bytes:
+                    self.lent_bytes += chunk.room
                     chunk.num_readers += 1
                     lent.append(chunk)
                     starts[-1] = chunk.start
@@ -231,7 +236,7 @@ class HostMemory:
         def end() -> None:
             with self._lock:
                 for chunk in lent:
-                    self.lent_bytes -= chunk.size
+                    self.lent_bytes -= chunk.room
                     self._end_reading(chunk)
                 lent.clear()
 

@@ -21,7 +21,6 @@ from kvoffload.io.open_stores import CLOSE_S
 from kvoffload.io.protocol import VERSION, Load, Refused, Store, TierSettings, frame
 from kvoffload.io.server import Session
 from kvoffload.io.service.host_memory import HostMemory
-from kvoffload.io.service.memory_reader import reader_of
 from kvoffload.io.service.settings import ServeConfig
 from kvoffload.io.service.shared_stores import MEMORY, SharedStores
 from kvoffload.metrics.names import (
@@ -164,17 +163,16 @@ class Service:
     async def _serve_engine(self, sock: socket.socket, greeting: Greeting, pid: int) -> None:
         slab = mmap.mmap(greeting.slab_fd, 0)
         slab.madvise(mmap.MADV_DONTDUMP)  # a core file must not contain clients' data
-        with reader_of(greeting.pair, pid) as reader:
-            with slab_memory(slab) as memory:
-                traffic = EngineTraffic(self._name_of(pid))
-                session = Session(memory, self._stores.open, MOST_BYTES, traffic.add)
-                if self.memory.can_lend:
-                    greeting.pass_memory(self.memory.fd)
-                await self._serve_session(sock, session, traffic)
-            greeting.tell_free()
-            if session.loans:
-                await reader.gone()
-                session.loans.release_all()
+        with slab_memory(slab) as memory:
+            traffic = EngineTraffic(self._name_of(pid))
+            session = Session(memory, self._stores.open, MOST_BYTES, traffic.add)
+            if self.memory.can_lend:
+                greeting.pass_memory(self.memory.fd)
+            await self._serve_session(sock, session, traffic)
+        greeting.tell_free()
+        if session.loans:  # a copy of the engine may still run, or it is stopped within one
+            await greeting.reads_no_more()
+            session.loans.release_all()
 
     async def _serve_session(
         self, sock: socket.socket, session: Session, traffic: "EngineTraffic"

@@ -17,7 +17,6 @@ from kvoffload.backends.base import (
     Described,
     LocalIndex,
     Observable,
-    ReadsEach,
     Removal,
     Spares,
     Usage,
@@ -246,7 +245,7 @@ class SharedStore:
         self.store.spare(frozenset[bytes]().union(*(view.spared for view in self.views)))
 
 
-class StoreView(Observable, ReadsEach, Spares, Purges, Lends):
+class StoreView(Observable, Lends, Spares, Purges):
     """What one session sees of a shared store; made by :meth:`SharedStore.new_view`."""
 
     def __init__(self, shared: SharedStore) -> None:

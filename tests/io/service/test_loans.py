@@ -1,0 +1,275 @@
+"""Chunks that engines copy out of the server's memory: right bytes, and no block is lost."""
+
+import mmap
+import os
+import signal
+import socket
+
+import pytest
+
+from kvoffload.io import greeting
+from kvoffload.io.attached import AttachedServer
+from kvoffload.io.client import IOClient
+from kvoffload.io.protocol import Answered, Cancel, Lent, Load, Release, Store
+from kvoffload.io.service.host_memory import BLOCK, HostMemory
+from kvoffload.io.service.host_store import HostStore
+from kvoffload.policies.lru import LRUPolicy
+from kvoffload.testing.backends import filled, keys_of
+from kvoffload.transfer.slab import create_shared_memory
+from tests.io.service.test_bad_input import KEYS, OPEN, SLOT, Talk
+from tests.support.host_server import CLIENT_POINTS, SIZE, ClientProcess, HostServer
+from tests.support.io_rig import opening
+from tests.support.small_engine import SLOT as CHUNK
+
+
+@pytest.fixture
+def server(tmp_path):
+    server = HostServer(tmp_path, memory="1MiB")
+    yield server
+    server.kill()
+
+
+@pytest.fixture
+async def memory():
+    return HostMemory(8 * BLOCK, LRUPolicy)
+
+
+@pytest.fixture
+async def store(memory):
+    store = HostStore(memory, "n")
+    yield store
+    await store.close()
+
+
+async def lent(store, keys, size=BLOCK):
+    await store.verify(keys, [size] * len(keys))
+    return store.lend(keys, [size] * len(keys))
+
+
+async def test_blocks_on_loan_are_not_used_again_before_its_end(memory, store):
+    keys, other = keys_of(2), keys_of(8, "other")
+    await store.write(keys, filled(keys, BLOCK))
+    starts, end = await lent(store, keys)
+    await store.remove(keys[:1])
+    await store.write(other, filled(other, BLOCK))
+    for start, chunk in zip(starts, filled(keys, BLOCK), strict=True):
+        assert memory._map[start : start + BLOCK] == chunk
+    assert memory.lent_bytes == 2 * BLOCK
+    assert sum(map(store.holds, other)) == 6
+    end()
+    end()
+    assert memory.lent_bytes == 0
+    await store.write(other, filled(other, BLOCK))
+    assert sum(map(store.holds, other)) == 8
+
+
+async def test_half_of_the_memory_is_lent_at_most(store):
+    keys = keys_of(8)
+    await store.write(keys, filled(keys, BLOCK))
+    starts, end = await lent(store, keys)
+    assert [start >= 0 for start in starts] == [True] * 4 + [False] * 4
+    assert (await lent(store, keys[:1]))[0] == [-1]
+    end()
+    starts, end = await lent(store, keys[4:])
+    assert min(starts) >= 0
+    end()
+
+
+async def test_a_damaged_chunk_is_not_lent_and_is_removed(memory, store):
+    keys = keys_of(2)
+    await store.write(keys, filled(keys, BLOCK))
+    memory._map[memory._find(store._number + keys[0]).start + 100] ^= 1
+    starts, end = await lent(store, keys)
+    assert (starts[0], starts[1] >= 0) == (-1, True)
+    assert [store.holds(key) for key in keys] == [False, True]
+    assert store.counters()["corrupt_payload"] == 1
+    end()
+
+
+async def test_chunks_of_another_length_or_in_pieces_are_copied(memory, store):
+    pieces, (large,) = keys_of(8), keys_of(1, "large")
+    await store.write(pieces, filled(pieces, BLOCK))
+    assert (await lent(store, pieces[:1], BLOCK // 2))[0] == [-1]
+    await store.write([large], filled([large], 3 * BLOCK))
+    assert len(memory._find(store._number + large).runs) == 3
+    assert (await lent(store, [large], 3 * BLOCK))[0] == [-1]
+
+
+def test_the_memory_is_written_by_the_server_alone(tmp_path, memory):
+    with pytest.raises(PermissionError):
+        mmap.mmap(memory.fd, memory.capacity_bytes)
+    with pytest.raises(PermissionError):
+        os.pwrite(memory.fd, b"x", 0)
+    with pytest.raises(PermissionError):
+        os.ftruncate(memory.fd, 0)
+    with mmap.mmap(memory.fd, 0, prot=mmap.PROT_READ) as reading:
+        memory._map[:5] = b"chunk"
+        assert reading[:5] == b"chunk"
+
+
+# ---- engines ----
+
+
+def test_chunks_go_from_the_servers_memory_to_the_kv_cache_and_to_no_slot(server, attach):
+    first, second = attach(server.path), attach(server.path)
+    first.store("p")
+    second.truth = first.truth
+    second.await_hits("p")
+    assert not second.connector._spec._slab.rows.any()
+
+
+def test_the_memory_of_a_server_that_has_ended_is_unmapped(server, attach, until):
+    before = mappings()
+    engine = attach(server.path)
+    engine.store("p")
+    engine.await_hits("p")
+    assert mappings() == before + 1
+    server.kill()
+    until(lambda: engine.died)
+    assert engine.load("p") == 0
+    until(lambda: mappings() == before)
+
+
+def mappings():
+    with open("/proc/self/maps") as maps:
+        return maps.read().count("memfd:kvoffload-serve")
+
+
+def test_an_engine_with_a_cache_of_its_own_keeps_what_it_loads(server, attach, until):
+    first = attach(server.path)
+    second = attach(server.path, cpu_bytes=12 * CHUNK, staging_bytes=0)
+    first.store("p")
+    second.truth = first.truth
+    second.await_hits("p")
+    server.kill()
+    until(lambda: second.died)
+    assert second.load("p") == 10
+
+
+def test_a_load_takes_from_memory_and_disk_at_once(tmp_path, attach):
+    disk = {"type": "disk", "root": str(tmp_path / "kv"), "capacity": "64MiB", "min_free": 0}
+    server = HostServer(tmp_path, memory=str(6 * BLOCK), backends=[disk])
+    try:
+        engine = attach(server.path)
+        for name in "pqrp":
+            engine.store(name)
+            assert engine.load(name) == 10
+    finally:
+        server.kill()
+
+
+class Borrower(Talk):
+    """An engine's end that borrows all chunks of a load."""
+
+    def borrow(self, job):
+        self.send(Load(job, "serve", KEYS, [4, 5, 6, 7], SLOT, True))
+        answer = self.hear(Lent)
+        assert (answer.job, answer.numbers) == (job, [0, 1, 2, 3])
+        assert self.hear(Answered).ok == b"\1\1\1\1"
+        return answer
+
+    def map(self):
+        """Map the server's memory."""
+        with socket.socket(fileno=os.dup(self.ended)) as pair:
+            _, fds, *_ = socket.recv_fds(pair, 1, 1)
+        mapped = mmap.mmap(fds[0], 0, prot=mmap.PROT_READ)
+        os.close(fds[0])
+        return mapped
+
+
+@pytest.fixture
+def borrower(server):
+    engine = Borrower(server.path).greet()
+    engine.send(OPEN, Store(1, "serve", KEYS, [0, 1, 2, 3], SLOT))
+    assert engine.hear(Answered).ok == b"\1\1\1\1"
+    yield engine
+    engine.close()
+
+
+def lent_bytes(engine):
+    usage = engine.client.tiers["serve"].usage
+    return usage.gauges["memory_lent_bytes"] if usage else -1
+
+
+def test_a_loan_lasts_until_it_is_released_or_the_engine_reads_no_more(
+    server, attach, borrower, until
+):
+    engine = attach(server.path)
+    loans = [borrower.borrow(job) for job in (2, 3)]
+    until(lambda: lent_bytes(engine) == 8 * BLOCK)
+    borrower.send(Release(loans[0].loan), Release(loans[0].loan), Release(999), Cancel(2))
+    until(lambda: lent_bytes(engine) == 4 * BLOCK)
+    mapped, starts = borrower.map(), loans[1].starts
+    before = [mapped[start : start + SLOT] for start in starts]
+    borrower.sock.close()
+    for i in range(8):  # more than the memory has room for
+        engine.store(f"new {i}")
+        assert engine.load(f"new {i}") == 10
+    until(lambda: lent_bytes(engine) == 4 * BLOCK)  # it has left, and may still read
+    assert [mapped[start : start + SLOT] for start in starts] == before
+    with socket.socket(fileno=os.dup(borrower.ended)) as pair:
+        pair.shutdown(socket.SHUT_WR)
+    until(lambda: lent_bytes(engine) == 0)
+
+
+def test_an_engine_that_is_stopped_with_loans_delays_no_other(server, attach, until):
+    client = ClientProcess(server.path, 1, "held")
+    client.await_loan()
+    os.kill(client.process.pid, signal.SIGSTOP)
+    engine = attach(server.path)
+    until(lambda: lent_bytes(engine) > 0)
+    for i in range(8):
+        engine.store(f"new {i}")
+        assert engine.load(f"new {i}") == 10
+    assert lent_bytes(engine) > 0
+    assert client.kill() == ""
+    until(lambda: lent_bytes(engine) == 0)
+
+
+@pytest.mark.parametrize("kills", [5, pytest.param(300, marks=pytest.mark.chaos)])
+def test_engines_killed_with_loans_leave_right_bytes_and_no_lost_block(
+    server, attach, until, kills
+):
+    """Each kills itself at a named point of a loan, while another one is at the next point."""
+    engine, clients = attach(server.path), list[ClientProcess]()
+    for i in range(kills):
+        clients.append(ClientProcess(server.path, i, CLIENT_POINTS[i % len(CLIENT_POINTS)]))
+        if i:
+            assert clients.pop(0).end() == "", "wrong bytes"
+        engine.store(f"p{i % 3}")
+        engine.load(f"p{i % 2}")  # their chunks may have made room for those of the others
+    assert clients.pop().end() == "", "wrong bytes"
+    engine.store("last")
+    assert engine.load("last") == 10
+    await_no_lost_block(server.path, until)
+    assert "Traceback" not in server.log
+
+
+def await_no_lost_block(path, until):
+    """Wait until only chunks that can be loaded have blocks."""
+    fd = create_shared_memory(SIZE)
+    wanted = opening([("serve", "serve", {})], SIZE)
+    client = IOClient(lambda: AttachedServer(path, fd), wanted, 9.0, 9.0, needs_server=False)
+    tier = client.tiers["serve"]
+
+    def is_accounted():
+        if not (tier.is_complete and tier.usage):
+            return False
+        large, used = len(tier._keys), tier.usage
+        small = used.chunks - large
+        blocks = small + large * SIZE // BLOCK
+        return (used.resident_bytes, used.gauges["memory_lent_bytes"]) == (blocks * BLOCK, 0)
+
+    until(is_accounted)
+    client.close()
+    os.close(fd)
+
+
+def test_a_descriptor_that_is_no_socket_is_refused(server):
+    talk = Talk(server.path)
+    reading, writing = os.pipe()
+    greeting.greet(talk.sock, talk.fd, writing)
+    assert talk.sock.recv(1) == b""
+    for fd in (reading, writing, talk._theirs):
+        os.close(fd)
+    talk.close()
