@@ -1,8 +1,9 @@
 """The server of a host: attaching, loads from its memory, and many engines at once.
 
 ``kvoffload bench serve``. Loads stand against those of an engine's own I/O process from a disk tier
-in memory, and against plain copies of as many bytes. Several engines are clients in processes of
-their own, which load the same chunks at the same time.
+in memory, and against plain copies of as many bytes. Loads into a KV cache (on a CPU) are *by slot*
+out of the server's memory, or *by copy* through slots of the engine. Several engines are processes
+of their own, which load the same chunks at the same time.
 """
 
 import os
@@ -18,22 +19,39 @@ from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
+
 from benchmarks.harness import Row, report, row
 from benchmarks.io_forms import Moved
 from kvoffload.io.attached import AttachedServer
 from kvoffload.io.client import IOClient
 from kvoffload.io.forms import ServerProcess
 from kvoffload.io.protocol import VERSION, Open, TierSettings
+from kvoffload.messages import (
+    CanonicalKVCacheRef,
+    CanonicalKVCaches,
+    CanonicalKVCacheTensor,
+    Fetch,
+    GPULoadStoreSpec,
+    OffloadKey,
+    StagedLoadStoreSpec,
+)
 from kvoffload.testing.harness import keys_of
+from kvoffload.transfer.cpu.copier import CpuCopier
+from kvoffload.transfer.engine import TransferEngine
+from kvoffload.transfer.layout import ChunkLayout
 from kvoffload.transfer.slab import Slab, create_shared_memory
 from tests.support.host_server import HostServer
 
 TOTAL_BYTES = 128 << 20
 SIZE = 2 << 20
+PAGE = 32 << 10
 ROUNDS = 9
 ENGINES = 8
 TIMEOUT_S = 60.0
 IN_MEMORY = Path("/dev/shm")
+WAYS = BY_SLOT, BY_COPY = "loads by slot", "loads by copy"
 
 
 class Engine:
@@ -61,6 +79,15 @@ class Engine:
         )
         self.attached_s = time.perf_counter() - begun_s
         self.tier = tiers[0].name
+        tensors = [torch.ones((self.count, PAGE), dtype=torch.int8) for _ in range(SIZE // PAGE)]
+        caches = CanonicalKVCaches(
+            tuple(CanonicalKVCacheTensor(tensor, PAGE) for tensor in tensors),
+            (tuple(CanonicalKVCacheRef(i, PAGE) for i in range(len(tensors))),),
+        )
+        layout = ChunkLayout(caches, 1)
+        self._copier = CpuCopier(caches, self.slab, layout)
+        parts = self.client, self.slab, layout, self._copier
+        self._engines = {by: TransferEngine(*parts, keeps_slots=by == BY_COPY) for by in WAYS}
 
     def move(self, verb: str) -> float:
         """Load or store all chunks in one job; return the seconds that it takes."""
@@ -70,7 +97,19 @@ class Engine:
         moved.wait()
         return time.perf_counter() - begun_s
 
+    def load(self, by: str) -> float:
+        """Load all chunks into the KV cache; return the seconds that it takes."""
+        keys, begun_s = tuple(OffloadKey(key) for key in self.keys), time.perf_counter()
+        fetch = Fetch(self.tier, tuple(range(self.count)), keys)
+        source = StagedLoadStoreSpec(range(self.count), [fetch])
+        engine = self._engines[by]
+        engine.transfer_async(0, (source, GPULoadStoreSpec(np.arange(self.count))))
+        engine.wait([0])
+        assert all(engine.get_finished()[0].ok)
+        return time.perf_counter() - begun_s
+
     def close(self) -> None:
+        self._copier.close()
         self.client.close()
         os.close(self._fd)
 
@@ -87,6 +126,8 @@ def run(total_bytes: int = TOTAL_BYTES) -> dict[str, Any]:
             stack.callback(engine.close)
             engine.move("store")
             rows = [*_attaching(server), *_loading(engine, server.process.pid, gigabytes)]
+            rows += _by_slot(engine, server.process.pid, gigabytes)
+        rows += _first_loads(server, total_bytes)
         rows += _many(server, total_bytes)
     return report("serve", rows)
 
@@ -139,14 +180,48 @@ def _loading(engine: Engine, pid: int, gigabytes: float) -> list[Row]:
     ]
 
 
+def _by_slot(engine: Engine, pid: int, gigabytes: float) -> list[Row]:
+    """Alternate loads into a KV cache by slot and by copy."""
+    took_s: dict[str, list[float]] = {by: [] for by in WAYS}
+    spent_s = dict.fromkeys(WAYS, 0.0)
+    for _ in range(ROUNDS):
+        for by in WAYS:
+            before_s = cpu_s(pid)
+            took_s[by].append(engine.load(by))
+            spent_s[by] += (cpu_s(pid) - before_s) / ROUNDS
+    slot, copy = (gigabytes / min(took_s[by]) for by in WAYS)
+    spent = spent_s[BY_SLOT] / gigabytes
+    return [
+        row("load into a KV cache by slot, 2 MiB", slot, "GB/s", copy, "by copy"),
+        row(
+            "server's processor time of it", spent, "s/GB", spent_s[BY_COPY] / gigabytes, "by copy"
+        ),
+    ]
+
+
+def _first_loads(server: HostServer, total_bytes: int) -> list[Row]:
+    """Compare the first load of engines that have just attached with their third."""
+    took_ms: list[tuple[float, float]] = []
+    for _ in range(ROUNDS):
+        engine = Engine(server.path, SERVE, total_bytes)
+        first_s, _, third_s = (engine.load(BY_SLOT) for _ in range(3))
+        took_ms.append((1e3 * first_s, 1e3 * third_s))
+        engine.close()
+    first, third = map(min, zip(*took_ms, strict=True))
+    return [row("first load of a new engine by slot", first, "ms", third, "its third load")]
+
+
 def _many(server: HostServer, total_bytes: int) -> list[Row]:
     """Compare what one engine loads in some seconds with what several load together."""
-    one, many = (sum(_rates(server, count, total_bytes)) for count in (1, ENGINES))
-    return [row(f"loads of {ENGINES} engines together", many, "GB/s", one, "one engine")]
+    rows = []
+    for by in WAYS:
+        one, many = (sum(_rates(server, count, total_bytes, by)) for count in (1, ENGINES))
+        rows.append(row(f"{by} by {ENGINES} engines together", many, "GB/s", one, "one engine"))
+    return rows
 
 
-def _rates(server: HostServer, count: int, total_bytes: int) -> list[float]:
-    command = [sys.executable, "-m", "benchmarks.serve", server.path, str(total_bytes)]
+def _rates(server: HostServer, count: int, total_bytes: int, by: str) -> list[float]:
+    command = [sys.executable, "-m", "benchmarks.serve", server.path, str(total_bytes), by]
     engines = [
         subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         for _ in range(count)
@@ -167,15 +242,15 @@ def _rates(server: HostServer, count: int, total_bytes: int) -> list[float]:
     return [float(each) for each in said]
 
 
-def be_an_engine(path: str, total_bytes: int, seconds: float = 2.0) -> None:
+def be_an_engine(path: str, total_bytes: int, by: str, seconds: float = 2.0) -> None:
     """Attach, wait for a line, load for some seconds, and print the rate in GB/s."""
     engine = Engine(path, SERVE, total_bytes)
-    engine.move("load")
+    engine.load(by)
     print("ready", flush=True)
     sys.stdin.readline()
     begun_s, loaded = time.perf_counter(), 0
     while time.perf_counter() < begun_s + seconds:
-        engine.move("load")
+        engine.load(by)
         loaded += engine.count * SIZE
     print(loaded / 1e9 / (time.perf_counter() - begun_s))
     engine.close()
@@ -188,4 +263,4 @@ def cpu_s(pid: int) -> float:
 
 
 if __name__ == "__main__":
-    be_an_engine(sys.argv[1], int(sys.argv[2]))
+    be_an_engine(sys.argv[1], int(sys.argv[2]), sys.argv[3])

@@ -64,7 +64,8 @@ class AttachedServer:
             return None
         try:
             return LentMemory(fd, self._pair.dup())
-        except (OSError, ValueError) as error:  # no descriptor, or no room in the address space
+        # No descriptor, no room in the address space, no thread.
+        except (OSError, ValueError, RuntimeError) as error:
             log.warning("chunks are copied by the server, whose memory cannot be mapped: %s", error)
             return None
 

@@ -65,8 +65,7 @@ while True:
         if job.loans and point == "left":  # with a loan that ends only with the process
             client.load("serve", keys, range(16), SIZE, Job(), Job())
             client.close()
-            reach("left")
-            break
+            os.kill(os.getpid(), signal.SIGKILL)
 """
 """Stores and loads chunks for ever, and says so if one is wrong.
 
