@@ -135,7 +135,7 @@ def run(total_bytes: int = TOTAL_BYTES) -> dict[str, Any]:
 @contextmanager
 def served(folder: Path) -> Iterator[HostServer]:
     """Run a server with memory alone."""
-    server = HostServer(folder, memory="1GiB")
+    server = HostServer(folder, memory="1GiB", lend=True)
     try:
         yield server
     finally:

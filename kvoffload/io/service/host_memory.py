@@ -83,25 +83,32 @@ class HostMemory:
     Args:
         capacity_bytes: at most so many bytes of chunks, each rounded up to whole blocks.
         make_policy: makes the eviction order for a number of chunks.
+        lends: whether other processes can map the memory. Many systems give private memory large
+            pages, and shared memory none.
 
     Raises:
         OSError: the system refuses so much memory.
         ValueError: it would not hold a block.
     """
 
-    def __init__(self, capacity_bytes: int, make_policy: Callable[[int], Policy]) -> None:
+    def __init__(
+        self, capacity_bytes: int, make_policy: Callable[[int], Policy], *, lends: bool = False
+    ) -> None:
         blocks = capacity_bytes // BLOCK
         if blocks < 1:
             raise ValueError(f"{capacity_bytes} bytes hold no block of {BLOCK}")
         self.capacity_bytes = size = blocks * BLOCK
         # The system refuses private memory that it does not have. That of a file it never refuses.
-        mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS).close()
-        self.fd = os.memfd_create("kvoffload-serve", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        """The memory as a file, which other processes can only read."""
-        weakref.finalize(self, os.close, self.fd)
-        os.ftruncate(self.fd, size)
-        self._map = mmap.mmap(self.fd, size)
-        self.can_lend = _sealed(self.fd)
+        self._map = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        self.fd = -1
+        """The memory as a file, which other processes can only read; -1: nothing is lent."""
+        if lends:
+            fd = os.memfd_create("kvoffload-serve", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+            weakref.finalize(self, os.close, fd)
+            os.ftruncate(fd, size)
+            self._map = mmap.mmap(fd, size)
+            if _sealed(fd):
+                self.fd = fd
         for name in _ADVICE:
             with contextlib.suppress(OSError, AttributeError):
                 self._map.madvise(getattr(mmap, name))

@@ -85,7 +85,7 @@ class Service:
     def __init__(self, config: ServeConfig) -> None:
         try:
             policy = registry.load(registry.POLICIES, config.policy, "policy")
-            self.memory = HostMemory(config.memory, policy)
+            self.memory = HostMemory(config.memory, policy, lends=config.lend)
         except OSError as error:
             remedy = f"the system refuses so much memory ({error.strerror}); ask for less"
             raise ConfigError("memory", int(config.memory), remedy) from error
@@ -166,7 +166,7 @@ class Service:
         with slab_memory(slab) as memory:
             traffic = EngineTraffic(self._name_of(pid))
             session = Session(memory, self._stores.open, MOST_BYTES, traffic.add)
-            if self.memory.can_lend:
+            if self.memory.fd >= 0:
                 greeting.pass_memory(self.memory.fd)
             await self._serve_session(sock, session, traffic)
         greeting.tell_free()

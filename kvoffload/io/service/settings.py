@@ -28,6 +28,8 @@ class ServeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     """Memory for chunks of all engines, each rounded up to whole blocks of 16 KiB."""
     policy: str = "handicap"
     """Which chunks leave the memory first; a name of the ``kvoffload.policies`` group."""
+    lend: bool = False
+    """Whether engines map the memory, to read, and load into CPU memory straight from it."""
     backends: tuple[BackendConfig, ...] = ()
     """Stores below the memory, the nearest first, as in an engine's settings."""
     metrics_port: int | None = None

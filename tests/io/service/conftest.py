@@ -7,8 +7,9 @@ from tests.support.small_engine import SmallEngine
 
 
 @pytest.fixture
-def server(tmp_path):
-    server = HostServer(tmp_path)
+def server(tmp_path, request):
+    """A server; tests may ask for one that lends."""
+    server = HostServer(tmp_path, lend=getattr(request, "param", False))
     yield server
     server.process.kill()
     server.process.wait()

@@ -24,14 +24,14 @@ from tests.support.small_engine import SLOT as CHUNK
 
 @pytest.fixture
 def server(tmp_path):
-    server = HostServer(tmp_path, memory="1MiB")
+    server = HostServer(tmp_path, memory="1MiB", lend=True)
     yield server
     server.kill()
 
 
 @pytest.fixture
 async def memory():
-    return HostMemory(8 * BLOCK, LRUPolicy)
+    return HostMemory(8 * BLOCK, LRUPolicy, lends=True)
 
 
 @pytest.fixture
@@ -150,7 +150,7 @@ def test_an_engine_with_a_cache_of_its_own_keeps_what_it_loads(server, attach, u
 
 def test_a_load_takes_from_memory_and_disk_at_once(tmp_path, attach):
     disk = {"type": "disk", "root": str(tmp_path / "kv"), "capacity": "64MiB", "min_free": 0}
-    server = HostServer(tmp_path, memory=str(6 * BLOCK), backends=[disk])
+    server = HostServer(tmp_path, memory=str(6 * BLOCK), lend=True, backends=[disk])
     try:
         engine = attach(server.path)
         for name in "pqrp":

@@ -35,8 +35,9 @@ def test_a_server_killed_at_a_named_point_costs_only_misses(
     tmp_path, attach, until, kill_point, point
 ):
     disk = {"type": "disk", "root": str(tmp_path / "kv"), "capacity": "64MiB", "min_free": 0}
-    memory = "1MiB" if point in LENDING else "64KiB"
-    server = HostServer(tmp_path, memory=memory, backends=[disk])
+    is_lending = point in LENDING
+    memory = "1MiB" if is_lending else "64KiB"
+    server = HostServer(tmp_path, memory=memory, lend=is_lending, backends=[disk])
     try:
         engine, other = attach(server.path), attach(server.path)
         engine.store("p")
