@@ -200,15 +200,16 @@ def _by_slot(engine: Engine, pid: int, gigabytes: float) -> list[Row]:
 
 
 def _first_loads(server: HostServer, total_bytes: int) -> list[Row]:
-    """Compare the first load of engines that have just attached with their third."""
-    took_ms: list[tuple[float, float]] = []
-    for _ in range(ROUNDS):
+    """Compare the first loads of engines that have just attached with their third ones."""
+    rows, took_s = [], dict[str, list[list[float]]]()
+    for by in WAYS * ROUNDS:
         engine = Engine(server.path, SERVE, total_bytes)
-        first_s, _, third_s = (engine.load(BY_SLOT) for _ in range(3))
-        took_ms.append((1e3 * first_s, 1e3 * third_s))
+        took_s.setdefault(by, []).append([engine.load(by) for _ in range(3)])
         engine.close()
-    first, third = map(min, zip(*took_ms, strict=True))
-    return [row("first load of a new engine by slot", first, "ms", third, "its third load")]
+    for by, times in took_s.items():
+        first, _, third = (1e3 * statistics.median(each) for each in zip(*times, strict=True))
+        rows.append(row(f"{by}: a new engine's first, p50", first, "ms", third, "its third"))
+    return rows
 
 
 def _many(server: HostServer, total_bytes: int) -> list[Row]:

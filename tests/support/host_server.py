@@ -72,7 +72,7 @@ while True:
 It reads most of them in the server's memory. It is killed at a point, if one is named.
 """
 CLIENT_POINTS = ("asked", "lent", "half", "ended", "left")
-SIZE = 32 << 10
+SIZE = 16 << 10
 ENGINE = """
 import json, os, sys
 from tests.conftest import FakeRequest, make_kv_caches

@@ -14,6 +14,7 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Collection, Sequence
+from itertools import islice
 from typing import Protocol
 
 from kvoffload.policies.base import Policy
@@ -26,6 +27,8 @@ _ADVICE = ("MADV_HUGEPAGE", "MADV_DONTDUMP", "MADV_DONTFORK")
 """Large pages make copies faster. A core file must not contain clients' data."""
 _F_SEAL_FUTURE_WRITE = 0x10
 """Python 3.11 does not name it; Linux has it since 5.1."""
+_RUNS_LOOKED_AT = 64
+"""Free runs among which one is sought that holds a whole chunk; without one it is in pieces."""
 MOST_LENT = 0.5
 """The part of the memory that is lent at most: the rest can always make room."""
 Name = bytes
@@ -114,8 +117,9 @@ class HostMemory:
                 self._map.madvise(getattr(mmap, name))
         self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
         self._lock = threading.Lock()
-        self._free = [(0, blocks)]
-        """Runs of free blocks; those freed last are used first."""
+        self._free, self._free_ends = {0: blocks}, {blocks: 0}
+        """First block → length of each free run, and the block after it → its first. No two are
+        neighbours. Those freed last are used first."""
         self._num_free = blocks
         self.lent_bytes = 0
         """Bytes of the blocks of chunks on loan; one that is lent twice counts twice."""
@@ -327,14 +331,22 @@ class HostMemory:
                     reader.evicted(name[_NUMBER:])
         runs: list[tuple[int, int]] = []
         self._num_free -= count
+        free = self._free
+        latest = islice(reversed(free), _RUNS_LOOKED_AT)
+        fitting = next((start for start in latest if free[start] >= count), None)
         while count:
-            start, length = self._free.pop()
-            if length > count:
-                self._free.append((start + count, length - count))
-                length = count
+            start = next(reversed(free)) if fitting is None else fitting
+            end = start + free.pop(start)
+            length = min(count, end - start)
+            del self._free_ends[end]
+            if start + length < end:
+                self._note_free(start + length, end)
             runs.append((start, length))
             count -= length
         return runs
+
+    def _note_free(self, start: int, end: int) -> None:
+        self._free[start], self._free_ends[end] = end - start, start
 
     def _victims(self) -> Sequence[Name]:
         if self._order is None:
@@ -378,8 +390,16 @@ class HostMemory:
             self._release(chunk.runs)
 
     def _release(self, runs: list[tuple[int, int]]) -> None:
-        self._free += runs[::-1]
-        self._num_free += sum(count for _, count in runs)
+        for first, count in reversed(runs):
+            self._num_free += count
+            start, end = first, first + count
+            if end in self._free:
+                end += self._free.pop(end)
+                del self._free_ends[end]
+            if start in self._free_ends:
+                start = self._free_ends.pop(start)
+                del self._free[start]
+            self._note_free(start, end)
 
     # ---- without it ----
 

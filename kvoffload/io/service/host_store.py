@@ -118,6 +118,7 @@ class HostStore(ThreadedBackend, LocalIndex, Spares):
         starts, end = self._memory.lend(names, sizes)
         lent = [name for name, start in zip(names, starts, strict=True) if start >= 0]
         self._memory.used(lent[::-1])
+        self.count("lent", len(lent))
         return starts, end
 
     # ---- the memory's reader, and the reader of this index ----

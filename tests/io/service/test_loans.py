@@ -8,17 +8,13 @@ import socket
 import pytest
 
 from kvoffload.io import greeting
-from kvoffload.io.attached import AttachedServer
-from kvoffload.io.client import IOClient
 from kvoffload.io.protocol import Answered, Cancel, Lent, Load, Release, Store
 from kvoffload.io.service.host_memory import BLOCK, HostMemory
 from kvoffload.io.service.host_store import HostStore
 from kvoffload.policies.lru import LRUPolicy
 from kvoffload.testing.backends import filled, keys_of
-from kvoffload.transfer.slab import create_shared_memory
 from tests.io.service.test_bad_input import KEYS, OPEN, SLOT, Talk
-from tests.support.host_server import CLIENT_POINTS, SIZE, ClientProcess, HostServer
-from tests.support.io_rig import opening
+from tests.support.host_server import CLIENT_POINTS, ClientProcess, HostServer
 from tests.support.small_engine import SLOT as CHUNK
 
 
@@ -87,12 +83,27 @@ async def test_a_damaged_chunk_is_not_lent_and_is_removed(memory, store):
 
 
 async def test_chunks_of_another_length_or_in_pieces_are_copied(memory, store):
-    pieces, (large,) = keys_of(8), keys_of(1, "large")
-    await store.write(pieces, filled(pieces, BLOCK))
-    assert (await lent(store, pieces[:1], BLOCK // 2))[0] == [-1]
+    small, (large,) = keys_of(8), keys_of(1, "large")
+    await store.write(small, filled(small, BLOCK))
+    assert (await lent(store, small[:1], BLOCK // 2))[0] == [-1]
+    await store.remove(small[::3])
     await store.write([large], filled([large], 3 * BLOCK))
     assert len(memory._find(store._number + large).runs) == 3
     assert (await lent(store, [large], 3 * BLOCK))[0] == [-1]
+
+
+async def test_blocks_that_are_neighbours_are_one_piece_again(memory, store):
+    small, (large,) = keys_of(8), keys_of(1, "large")
+    for order in (small, small[::-1], small[::2] + small[1::2]):
+        await store.write(small, filled(small, BLOCK))
+        for key in order:
+            await store.remove([key])
+        await store.write([large], filled([large], 4 * BLOCK))
+        starts, end = await lent(store, [large], 4 * BLOCK)
+        assert memory._map[starts[0] : starts[0] + 4 * BLOCK] == filled([large], 4 * BLOCK)[0]
+        end()
+        await store.remove([large])
+        assert memory._free == {0: 8}
 
 
 def test_the_memory_is_written_by_the_server_alone(tmp_path, memory):
@@ -243,28 +254,14 @@ def test_engines_killed_with_loans_leave_right_bytes_and_no_lost_block(
     assert clients.pop().end() == "", "wrong bytes"
     engine.store("last")
     assert engine.load("last") == 10
-    await_no_lost_block(server.path, until)
+    until(lambda: are_all_blocks_accounted(engine))
     assert "Traceback" not in server.log
 
 
-def await_no_lost_block(path, until):
-    """Wait until only chunks that can be loaded have blocks."""
-    fd = create_shared_memory(SIZE)
-    wanted = opening([("serve", "serve", {})], SIZE)
-    client = IOClient(lambda: AttachedServer(path, fd), wanted, 9.0, 9.0, needs_server=False)
-    tier = client.tiers["serve"]
-
-    def is_accounted():
-        if not (tier.is_complete and tier.usage):
-            return False
-        large, used = len(tier._keys), tier.usage
-        small = used.chunks - large
-        blocks = small + large * SIZE // BLOCK
-        return (used.resident_bytes, used.gauges["memory_lent_bytes"]) == (blocks * BLOCK, 0)
-
-    until(is_accounted)
-    client.close()
-    os.close(fd)
+def are_all_blocks_accounted(engine):
+    """Whether the chunks that are there have all blocks that are in use; each takes one."""
+    used = engine.client.tiers["serve"].usage
+    return (used.resident_bytes, lent_bytes(engine)) == (used.chunks * BLOCK, 0)
 
 
 def test_a_descriptor_that_is_no_socket_is_refused(server):
