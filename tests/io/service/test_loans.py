@@ -20,7 +20,8 @@ from tests.support.small_engine import SLOT as CHUNK
 
 @pytest.fixture
 def server(tmp_path):
-    server = HostServer(tmp_path, memory="1MiB", lend=True)
+    # The default policy lets new chunks leave before those that were used.
+    server = HostServer(tmp_path, memory="1MiB", policy="lru", lend=True)
     yield server
     server.kill()
 
