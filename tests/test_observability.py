@@ -13,7 +13,8 @@ from urllib.request import Request, urlopen
 import pytest
 
 from kvoffload.connectors.local import LocalConnector
-from kvoffload.metrics.names import METRICS, PREFIX
+from kvoffload.metrics.names import METRICS, PREFIX, SERVER_METRICS
+from tests.support.host_server import HostServer
 from tests.support.prometheus import EXAMPLE, NEEDED, RULES, scraping
 from tests.support.redis_server import free_port
 
@@ -23,7 +24,7 @@ BOARD = json.loads((EXAMPLE / "grafana" / "kvoffload.json").read_text())
 ALERTS = re.findall(r"alert: (\w+)", RULES)
 QUERIES = [target["expr"] for panel in BOARD["panels"] for target in panel["targets"]]
 ENDINGS = {"gauge": ("",), "counter": ("_total",), "histogram": ("_bucket", "_sum", "_count")}
-LISTED = {PREFIX + name: metric for name, metric in METRICS.items()}
+LISTED = {PREFIX + name: metric for name, metric in (METRICS | SERVER_METRICS).items()}
 SCRAPED = {name + ending for name, metric in LISTED.items() for ending in ENDINGS[metric.kind]}
 ALERTMANAGER = shutil.which("prometheus-alertmanager") or shutil.which("alertmanager")
 needs_promtool = pytest.mark.skipif(shutil.which("promtool") is None, reason=NEEDED)
@@ -38,7 +39,7 @@ def test_each_metric_that_is_queried_is_in_the_list(text):
 
 
 def test_each_alert_has_its_section_and_each_section_its_parts():
-    assert len(ALERTS) == 10
+    assert len(ALERTS) == 13
     for alert in ALERTS:
         page = "http://localhost:8080/docs/guides/runbook.html"
         assert f"runbook_url: {page}#{alert.lower()}\n" in RULES
@@ -118,24 +119,32 @@ def test_promtool_accepts_the_rules_and_their_tests(words):
 
 @pytest.fixture
 def prometheus(tmp_path):
-    """Starts a Prometheus with our rules that scrapes a port; returns a function that queries."""
+    """Starts a Prometheus with our rules that scrapes ports; returns a function that queries."""
     with ExitStack() as running:
-        yield lambda port: running.enter_context(scraping(port, tmp_path))
+        yield lambda port, server: running.enter_context(scraping(port, tmp_path, server=server))
 
 
 @pytest.fixture
-def engine(kv_caches, tmp_path):
-    """An engine with host memory and a disk that Prometheus can scrape."""
-    disk = {"type": "disk", "root": str(tmp_path / "root"), "capacity": "256KiB"}
-    settings = {
-        "cpu_bytes": "20KiB",
-        "blocks_per_chunk": 2,
-        "backends": [disk],
-        "metrics_port": free_port(),
-    }
-    connector = LocalConnector(settings, kv_caches, block_size=4, facts={"model": "m"})
-    yield connector
-    connector.close()
+def engine(new_kv_caches, tmp_path):
+    """Attaches engines with host memory and other tiers."""
+    made = []
+
+    def attach(**more):
+        settings = {"cpu_bytes": "20KiB", "blocks_per_chunk": 2, **more}
+        made.append(LocalConnector(settings, new_kv_caches(), block_size=4, facts={"model": "m"}))
+        return made[-1]
+
+    yield attach
+    for connector in made:
+        connector.close()
+
+
+@pytest.fixture
+def server(tmp_path):
+    """A server of the host."""
+    server = HostServer(tmp_path, metrics_port=free_port())
+    yield server
+    server.kill()
 
 
 def used(engine, new_request, until, name="a"):
@@ -152,12 +161,18 @@ def used(engine, new_request, until, name="a"):
 
 
 @needs_prometheus
-def test_each_query_of_the_dashboard_brings_something(engine, prometheus, new_request, until):
-    ask = prometheus(engine.config.metrics_port)
+def test_each_query_of_the_dashboard_brings_something(
+    engine, server, prometheus, new_request, until, tmp_path
+):
+    disk = {"type": "disk", "root": str(tmp_path / "root"), "capacity": "256KiB"}
+    engines = [engine(backends=[disk], metrics_port=free_port()), engine(serve=server.path)]
+    ask = prometheus(engines[0].config.metrics_port, server.port)
     assert ask('up{job="kvoffload"} == 1')
+    assert ask('up{job="kvoffload-serve"} == 1')
     deadline_s = time.monotonic() + 12
     while time.monotonic() < deadline_s:  # rates need several scrapes
-        used(engine, new_request, until, name=str(time.monotonic()))
+        for each in engines:
+            used(each, new_request, until, name=str(time.monotonic()))
         time.sleep(0.3)
     empty = []
     for query in QUERIES:

@@ -130,6 +130,8 @@ EVENTS = _counter("events", "event", "events",
     "What the connector and its manager counted besides, by name.")
 ENGINES = _server_metric("gauge", "engines", "", "engines",
     "Engines, or ranks of them, that are attached to the server of the host.")
+ENGINES_LEAVING = _server_metric("gauge", "engines_leaving", "", "engines",
+    "Engines that have ended or left while a store's call still uses their memory.")
 ENGINE_LOAD_BYTES = _server_metric("counter", "engine_load_bytes", "engine", "bytes",
     "Bytes that the server of the host has read for an engine, named by its process.")
 ENGINE_LOAD_CHUNKS = _server_metric("counter", "engine_load_chunks", "engine", "chunks",

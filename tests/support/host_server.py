@@ -130,6 +130,7 @@ class HostServer:
         self.log_file = folder / "server.log"
         self._config = folder / "serve.json"
         given = {"socket": self.path, "memory": "16MiB", **settings}
+        self.port = given.get("metrics_port")
         self._config.write_text(json.dumps(given))
         self.start()
 

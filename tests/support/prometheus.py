@@ -20,15 +20,17 @@ Ask = Callable[..., list[Any]]
 
 
 @contextmanager
-def scraping(target: int, folder: Path, instead_of: str = "localhost:9401") -> Iterator[Ask]:
+def scraping(target: int, folder: Path, instead_of: int = 9401, server: int = 0) -> Iterator[Ask]:
     """Scrape an engine's port each second; yield a function that asks until there is an answer.
 
-    The port takes the place of one in the example's configuration: ``localhost:8000`` is vLLM's.
-    The rules wait for a second where the example's wait for minutes.
+    The port takes the place of one in the example's configuration: 8000 is vLLM's. So does that of
+    a server of the host, if there is one. The rules wait for a second where the example's wait for
+    minutes.
     """
     port = free_port()
-    config = (EXAMPLE / "prometheus.yml").read_text()
-    config = config.replace(instead_of, f"127.0.0.1:{target}").replace(": 5s", ": 1s")
+    config = (EXAMPLE / "prometheus.yml").read_text().replace(": 5s", ": 1s")
+    for theirs, ours in {instead_of: target, 9402: server or 9402}.items():
+        config = config.replace(f"localhost:{theirs}", f"127.0.0.1:{ours}")
     (folder / "prometheus.yml").write_text(config)
     (folder / "kvoffload.rules.yml").write_text(re.sub(r"for: \d+m", "for: 1s", RULES))
     words = [

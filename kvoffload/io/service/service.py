@@ -31,6 +31,7 @@ from kvoffload.metrics.names import (
     ENGINE_STORE_CHUNKS,
     ENGINE_STORE_SECONDS,
     ENGINES,
+    ENGINES_LEAVING,
 )
 from kvoffload.metrics.samples import Sample, Traffic
 
@@ -97,6 +98,8 @@ class Service:
         self._stores = SharedStores(self.memory, tiers)
         self.sessions: dict[Session, EngineTraffic] = {}
         """Those that are served → what their engines have moved."""
+        self._num_leaving = 0
+        """Those of them whose engine has ended or left, while a call uses its memory."""
         self._samples: list[Sample] = []
         self._failures = Throttle(log)
         self._served: set[asyncio.Task[None]] = set()
@@ -187,7 +190,9 @@ class Service:
             log.exception("the session of engine %s failed", name)
         finally:
             # Until a call that hangs has ended, the engine may not use its slots again.
+            self._num_leaving += 1
             await session.settled()
+            self._num_leaving -= 1
             del self.sessions[session]
             log.info("engine %s has left, %d remain", name, len(self.sessions))
 
@@ -199,7 +204,9 @@ class Service:
     async def _measure(self) -> None:
         """Read the figures of stores, which are asked on this loop alone."""
         while True:
-            samples: list[Sample] = [(ENGINES, (), len(self.sessions))]
+            attached = len(self.sessions) - self._num_leaving
+            samples: list[Sample] = [(ENGINES, (), attached)]
+            samples.append((ENGINES_LEAVING, (), self._num_leaving))
             for traffic in self.sessions.values():
                 samples += traffic.samples()
             try:

@@ -112,7 +112,7 @@ def night(models, prompts, tmp_path_factory, where):
         server = Server(models(), folder / "server.log", extra, *small, **environment)
         try:
             server.wait_ready()
-            with scraping(server.port, folder, "localhost:8000") as ask:
+            with scraping(server.port, folder, 8000) as ask:
                 one = Night(server, ask, prompts, root, redis, secret, spans)
                 assert one.shows("kvoffload_tier_up == 1", 60)
                 time.sleep(3)  # rates need scrapes before a fault

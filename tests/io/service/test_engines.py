@@ -13,6 +13,7 @@ from disk_commands import answered
 
 from kvoffload.cli.server_check import server_findings
 from kvoffload.cli.top import fetch, of_page
+from kvoffload.metrics.names import SERVER_METRICS
 from tests.support.host_server import ClientProcess, HostServer
 from tests.support.redis_server import free_port
 
@@ -212,6 +213,8 @@ def test_operators_see_the_server_and_its_engines(tmp_path, attach, until):
             return any(0 < each["load_bytes"] == each["store_bytes"] for each in attached)
 
         until(has_figures)
+        page = fetch(f"http://127.0.0.1:{port}")
+        assert not [name for name in SERVER_METRICS if f"\nkvoffload_{name}" not in page]
         assert told["engines"] == 1
         assert set(told["attached"]) == {str(os.getpid())}
         assert told["tiers"]["memory"]["capacity_bytes"] == 16 << 20
