@@ -39,7 +39,8 @@ def command(
     """Serve all engines of this host from one memory and one set of stores, until it is stopped.
 
     Engines name its socket in their setting `serve`. Their end costs the server nothing, and its
-    end costs them misses. SIGTERM ends it: it closes the stores first.
+    end costs them misses. SIGTERM ends it: it closes the stores first. SIGHUP takes other
+    `backends` from FILE, and keeps the memory.
 
     Exit codes: 0 ended as told, 1 it failed, 2 wrong usage or settings.
     """
@@ -60,6 +61,7 @@ def command(
         loop, task = asyncio.get_running_loop(), asyncio.current_task()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, _end, task)
+        loop.add_signal_handler(signal.SIGHUP, _reload, config, service)
         if settings.metrics_port is not None:
             read, host = service.samples, settings.metrics_host
             endpoints.append(MetricsServer(host, settings.metrics_port, read))
@@ -74,6 +76,14 @@ def command(
             endpoint.close()
         listener.close()
     os._exit(0)  # without waiting for threads that hang
+
+
+def _reload(file: str, service: Service) -> None:
+    """Let the server use the settings of the file as it is now; wrong ones change nothing."""
+    try:
+        service.reload(read_serve_config(read_file(file, "--config")))
+    except ConfigError as error:
+        log.error("the old settings stay: %s", error)
 
 
 def _end(task: "asyncio.Task[Any] | None") -> None:

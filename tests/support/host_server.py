@@ -131,8 +131,13 @@ class HostServer:
         self._config = folder / "serve.json"
         given = {"socket": self.path, "memory": "16MiB", **settings}
         self.port = given.get("metrics_port")
-        self._config.write_text(json.dumps(given))
+        self.settings = given
+        self.configure()
         self.start()
+
+    def configure(self, **settings):
+        """Write its settings, with other values; a running server has them after a SIGHUP."""
+        self._config.write_text(json.dumps(self.settings | settings))
 
     def start(self):
         with self.log_file.open("a") as log:

@@ -7,9 +7,10 @@ import logging
 import mmap
 import os
 import socket
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import count
+from typing import Any
 
 import msgspec
 
@@ -90,12 +91,8 @@ class Service:
         except OSError as error:
             remedy = f"the system refuses so much memory ({error.strerror}); ask for less"
             raise ConfigError("memory", int(config.memory), remedy) from error
-        tiers: list[TierSettings] = []
-        for i, tier in enumerate(config.backends):
-            taken = [MEMORY, *(each.name for each in tiers)]
-            name = tier.type if tier.type not in taken else f"{tier.type}{i}"
-            tiers.append(TierSettings(name, tier.type, tier.options, f"backends[{i}]."))
-        self._stores = SharedStores(self.memory, tiers)
+        self._config = config
+        self._stores = SharedStores(self.memory, _tiers(config))
         self.sessions: dict[Session, EngineTraffic] = {}
         """Those that are served → what their engines have moved."""
         self._num_leaving = 0
@@ -103,6 +100,8 @@ class Service:
         self._samples: list[Sample] = []
         self._failures = Throttle(log)
         self._served: set[asyncio.Task[None]] = set()
+        self._may_attach, self._have_left = asyncio.Lock(), asyncio.Event()
+        """Held while the stores are replaced; set when the last engine has left."""
         self._loop = asyncio.get_running_loop()
 
     async def serve(self, listening: socket.socket) -> None:
@@ -116,9 +115,7 @@ class Service:
                     log.warning("an engine cannot be accepted: %s", error)
                     await asyncio.sleep(PAUSE_S)
                     continue
-                task = self._loop.create_task(self._attend(sock))
-                self._served.add(task)
-                task.add_done_callback(self._served.discard)
+                self._spawn(self._attend(sock))
         finally:
             listening.close()  # else an engine would attach once more, to leave at once
             measuring.cancel()
@@ -127,6 +124,37 @@ class Service:
             if self._served:
                 await asyncio.wait(self._served, timeout=CLOSE_S)
             await self._stores.close()
+
+    def reload(self, config: ServeConfig) -> None:
+        """Use other backends from now on: engines leave, and attach again. The memory stays.
+
+        Raises:
+            ConfigError: a setting differs that needs another server.
+        """
+        for name in (name for name in config.__struct_fields__ if name != "backends"):
+            now, wanted = getattr(self._config, name), getattr(config, name)
+            if wanted != now:
+                raise ConfigError(name, wanted, f"is {now!r} until the server is started again")
+        if config.backends == self._config.backends:
+            return
+        self._config = config
+        self._spawn(self._replace_stores())
+
+    async def _replace_stores(self) -> None:
+        async with self._may_attach:
+            self._stores.backends = _tiers(self._config)
+            for session in list(self.sessions):
+                session.end()
+            if self.sessions:
+                self._have_left.clear()
+                with contextlib.suppress(TimeoutError):  # one whose call hangs keeps the old ones
+                    await asyncio.wait_for(self._have_left.wait(), CLOSE_S)
+        log.info("other backends are in use")
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = self._loop.create_task(work)
+        self._served.add(task)
+        task.add_done_callback(self._served.discard)
 
     async def _attend(self, sock: socket.socket) -> None:
         """Serve one engine; whatever it does ends its own session alone."""
@@ -138,6 +166,8 @@ class Service:
                 return
             with contextlib.closing(greeting):
                 if greeting.version == VERSION:
+                    async with self._may_attach:  # not to the stores that are being replaced
+                        pass
                     try:
                         await self._serve_engine(sock, greeting, pid)
                     except OSError as error:  # no memory is left to map
@@ -194,6 +224,8 @@ class Service:
             await session.settled()
             self._num_leaving -= 1
             del self.sessions[session]
+            if not self.sessions:
+                self._have_left.set()
             log.info("engine %s has left, %d remain", name, len(self.sessions))
 
     def _name_of(self, pid: int) -> str:
@@ -219,6 +251,16 @@ class Service:
     def samples(self) -> list[Sample]:
         """Return what the server measures, on any thread."""
         return self._samples
+
+
+def _tiers(config: ServeConfig) -> list[TierSettings]:
+    """Return the backends with a name for each, which the memory's is not."""
+    tiers: list[TierSettings] = []
+    for i, tier in enumerate(config.backends):
+        taken = [MEMORY, *(each.name for each in tiers)]
+        name = tier.type if tier.type not in taken else f"{tier.type}{i}"
+        tiers.append(TierSettings(name, tier.type, tier.options, f"backends[{i}]."))
+    return tiers
 
 
 @contextlib.contextmanager

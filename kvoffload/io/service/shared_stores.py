@@ -56,7 +56,8 @@ class SharedStores:
 
     def __init__(self, memory: HostMemory, backends: Sequence[TierSettings]) -> None:
         self._memory = memory
-        self._backends = backends
+        self.backends = backends
+        """Those of stores that are opened from now on."""
         self._shared: dict[str, asyncio.Task[SharedStore]] = {}
         self._opening = Counter[str]()
         """Namespace → sessions that wait for its store."""
@@ -91,7 +92,8 @@ class SharedStores:
             await asyncio.wait([closing])
         memory = HostStore(self._memory, namespace)
         layers: dict[str, Backend] = {MEMORY: memory}
-        opening = [asyncio.create_task(open_tier(tier, namespace)) for tier in self._backends]
+        backends = self.backends
+        opening = [asyncio.create_task(open_tier(tier, namespace)) for tier in backends]
         try:
             if opening:
                 await asyncio.wait(opening, timeout=PATIENT_S)
@@ -101,7 +103,7 @@ class SharedStores:
             await memory.close()
             raise
         late = []
-        for tier, task in zip(self._backends, opening, strict=True):
+        for tier, task in zip(backends, opening, strict=True):
             if task.done() and not task.exception():
                 layers[tier.name] = task.result()
             else:
@@ -109,16 +111,22 @@ class SharedStores:
         late_have_index = all(_has_index(tier) for tier, _ in late)
         store = layered(layers, late_have_index=late_have_index)
         shared = SharedStore(store, memory, lambda: self._close_unused(namespace))
+        names = [MEMORY, *(each.name for each in backends)]
         for tier, task in late:
-            work = self._open_late(shared.store, tier, task, namespace)
+            work = self._open_late(shared.store, tier, task, namespace, names)
             shared.late.append(asyncio.create_task(work))
         return shared
 
     async def _open_late(
-        self, store: Layers, tier: TierSettings, opening: "asyncio.Task[Backend]", namespace: str
+        self,
+        store: Layers,
+        tier: TierSettings,
+        opening: "asyncio.Task[Backend]",
+        namespace: str,
+        order: Sequence[str],
     ) -> None:
         """Try to open a backend until it is open; the layers above it serve meanwhile."""
-        names, pause_s = [MEMORY, *(each.name for each in self._backends)], TRY_AGAIN_S
+        pause_s = TRY_AGAIN_S
         while True:
             try:
                 layer = await opening
@@ -128,7 +136,7 @@ class SharedStores:
             await asyncio.sleep(pause_s)
             pause_s = min(LONGEST_S, 2 * pause_s)
             opening = asyncio.create_task(open_tier(tier, namespace))
-        if not store.add(tier.name, layer, names):
+        if not store.add(tier.name, layer, order):
             log.error("%s lists no chunks and came late: restart the server", tier.name)
             await layer.close()
 

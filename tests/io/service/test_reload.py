@@ -1,0 +1,50 @@
+"""SIGHUP: other backends without a restart, and wrong settings that change nothing."""
+
+import signal
+
+
+def reload(server, **settings):
+    server.configure(**settings)
+    server.process.send_signal(signal.SIGHUP)
+
+
+def test_other_backends_are_used_after_a_reload_and_the_memory_stays(
+    server, attach, until, tmp_path
+):
+    engine = attach(server.path)
+    engine.store("p")
+    disk = {"type": "disk", "root": str(tmp_path / "kv"), "capacity": "64MiB", "min_free": 0}
+    reload(server, backends=[disk])
+    until(lambda: "other backends are in use" in server.log and not engine.client._is_opening)
+    engine.await_hits("p")
+    engine.store("q")
+    until(lambda: len(list((tmp_path / "kv").glob("*/??/*"))) >= 10)
+    reload(server)
+    until(
+        lambda: server.log.count("other backends are in use") == 2 and not engine.client._is_opening
+    )
+    engine.await_hits("q")
+    assert engine.died == 2, "each time it has attached again, and no more"
+
+
+WRONG = [
+    ({"memory": "32MiB"}, "memory = 33554432: is 16777216 until the server is started again"),
+    ({"policy": "lru"}, "policy = 'lru': is 'handicap' until the server is started again"),
+    ({"memory": "much"}, "memory = 'much': "),
+    ({"backends": [{"type": "disc"}]}, "backends[0].type = 'disc': "),
+    ({"backends": [{"type": "disk", "root": 7}]}, "backends[0].root = 7: "),
+    ({"port": 1}, "port"),
+]
+
+
+def test_wrong_settings_are_named_and_the_old_ones_stay(server, attach, until):
+    engine = attach(server.path)
+    engine.store("p")
+    for settings, named in WRONG:
+        before = server.log
+        reload(server, **settings)
+        wanted = f"the old settings stay: {named}"
+        until(lambda before=before, wanted=wanted: wanted in server.log[len(before) :])
+        assert engine.load("p") == 10
+    assert engine.died == 0
+    assert "Traceback" not in server.log
