@@ -1,4 +1,4 @@
-"""The demo's workload as figures: time to first token cold, from host memory and from disk.
+"""The demo's workload as figures: time to first token cold, from memory, disk and a server.
 
 No cache can avoid two costs, which make the limit of a pass. The engine computes the tokens that
 were not loaded, at the pace of the engine without offloading. The loaded bytes move once, at the
@@ -31,9 +31,10 @@ def rows(figures: dict[str, Any], copy_rate: float, read_rate: float) -> list[Ro
         name, without = each["pass"], each["baseline_median_ttft_s"]
         limit, limit_name = without, "without offloading"
         if name != "cold":
-            host, disk = each["tokens_from"]["cpu"], each["tokens_from"]["disk"]
+            came = each["tokens_from"]
             unit = figures["kv_bytes_per_token"] / each["requests"]
-            moving = (host + disk) * unit / copy_rate + disk * unit / read_rate
+            copied = came["cpu"] + came["disk"] + came["server"]
+            moving = copied * unit / copy_rate + came["disk"] * unit / read_rate
             limit = without * each["tokens_recomputed"] / each["prompt_tokens"] + moving
             limit_name = "compute what is new, move the rest once"
         found.append(row(f"{name}: median TTFT", each["median_ttft_s"], "s", limit, limit_name))

@@ -1,4 +1,4 @@
-"""``kvoffload demo``: a real engine serves long prompts again from host memory and from disk."""
+"""``kvoffload demo``: real engines serve long prompts again from memory, a disk, and a server."""
 
 import json
 import sys
@@ -30,11 +30,11 @@ def command(
         bool, typer.Option("--json", help="Print the report to standard output, nothing else.")
     ] = False,
 ) -> None:
-    """Serve conversations cold, from host memory, and after a kill from disk.
+    """Serve conversations cold, from host memory, after a kill from disk, and from a server.
 
     Exit codes:
 
-    0: all outputs equal those of an engine without offloading, and both tiers served.
+    0: all outputs equal those of an engine without offloading, and all tiers served.
 
     1: an output differs, a tier served nothing, or an engine process died.
 
@@ -89,8 +89,11 @@ def show(to: Console, out: Path, report: Mapping[str, Any], written: Sequence[st
     from kvoffload.demo.demo_report import print_table
 
     print_table(to, report)
-    chunks = report["killed_with_chunks_on_their_way"]
-    lines = [f"Before pass 3 the engine was killed with {chunks} chunks on their way."]
+    killed = enumerate(report["killed_with_chunks_on_their_way"], 3)
+    text = "Before pass {} the engine was killed with {} chunks on their way."
+    lines = [text.format(*each) for each in killed]
+    if len(lines) > 1:
+        lines.append("In pass 4 another engine goes on, with what the server of the host has.")
     if report["quick"]:
         lines.append("A check, no figures: prompts are too short for their times to say anything.")
     lines.append(f"Written to {out}: {', '.join(written)}")

@@ -15,7 +15,7 @@ from typing import Annotated, Any
 import kvoffload
 
 COMMANDS: dict[str, str] = {
-    "demo": "Serve long prompts again from host memory and, after a kill, from disk.",
+    "demo": "Serve long prompts again from memory and, after kills, from disk and a server.",
     "bench": "Measure, each row beside the limit taken in the same run.",
     "replay": "Replay a trace through eviction policies, beside Belady's bound.",
     "serve": "Serve all engines of this host from one memory and one set of stores.",

@@ -14,6 +14,7 @@ QUESTIONS = (
     "\n\nQ: What is this text about, in one sentence?\nA:",
     "\n\nQ: Which part of it would a newcomer misunderstand first?\nA:",
     "\n\nQ: What does it promise, and what does it leave to others?\nA:",
+    "\n\nQ: What should its reader do next?\nA:",
 )
 """One a turn."""
 

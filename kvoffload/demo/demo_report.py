@@ -9,10 +9,14 @@ from typing import Any
 
 import torch
 
-PASSES = {"cold": "1 cold", "host": "2 host", "disk": "3 disk"}
+PASSES = {"cold": "1 cold", "host": "2 host", "disk": "3 disk", "server": "4 server"}
 """The passes in order, and their names for people."""
-TICKS = ("cold", "from host memory", "from disk,\nin a new process")
-MEDIA = ("GPU", "CPU", "DISK")
+TICKS = (
+    "cold", "from host memory", "from disk,\nin a new process",
+    "from the host's server,\nin another process",
+)  # fmt: skip
+MEDIA = {"GPU": "gpu", "CPU": "cpu", "DISK": "disk", "SERVE": "server"}
+"""Where chunks come from, and its name in the report."""
 
 
 def machine() -> dict[str, Any]:
@@ -38,7 +42,7 @@ def summarize(
         "pass": name,
         "requests": len(results),
         "prompt_tokens": sum(result["prompt_tokens"] for result in results),
-        "tokens_from": {medium.lower(): tokens[medium] for medium in MEDIA},
+        "tokens_from": {name: tokens[medium] for medium, name in MEDIA.items()},
         "tokens_recomputed": sum(result["computed_prompt_tokens"] for result in results),
         "median_ttft_s": ttft,
         "baseline_median_ttft_s": without,
@@ -59,6 +63,8 @@ def problems(passes: Sequence[Mapping[str, Any]]) -> list[str]:
         found.append("host: nothing came from host memory")
     if not served["disk"]["disk"]:
         found.append("disk: nothing came from disk")
+    if "server" in served and not served["server"]["server"]:
+        found.append("server: nothing came from the server of the host")
     return found
 
 
@@ -77,13 +83,13 @@ def print_table(console: Any, report: Mapping[str, Any]) -> None:
     )
     table.add_column("pass")
     for heading in (
-        "re-\nquests", "prompt\ntokens", "from\nGPU", "from\nCPU", "from\ndisk", "com-\nputed",
-        "median\nTTFT", "with-\nout",
+        "re-\nque-\nsts", "prompt\ntokens", "from\nGPU", "from\nCPU", "from\ndisk", "from\nserver",
+        "com-\nputed", "median\nTTFT", "with-\nout",
     ):  # fmt: skip
         table.add_column(heading, justify="right")
     if not report["quick"]:
-        table.add_column("speed-\nup", justify="right")
-    table.add_column("same\noutput", justify="right")
+        table.add_column("speed\nup", justify="right")
+    table.add_column("same\nout-\nput", justify="right")
     for row in report["passes"]:
         came = row["tokens_from"]
         table.add_row(
@@ -119,7 +125,7 @@ def draw_plot(path: Path, report: Mapping[str, Any]) -> None:
             text = f"{_seconds(median)}{factor}"
             axes.annotate(text, (x + shift, max([median, *times])), xytext=(0, 5),
                           textcoords="offset points", ha="center", fontsize=9)  # fmt: skip
-    axes.set_xticks(range(len(report["passes"])), TICKS)
+    axes.set_xticks(range(len(report["passes"])), TICKS[: len(report["passes"])])
     axes.set_ylabel("time to first token, s")
     axes.margins(y=0.15)
     axes.spines[["top", "right"]].set_visible(False)

@@ -40,14 +40,13 @@ class EngineProcess:
     """
 
     def __init__(self, settings: Message, threads: int, log: IO[str]) -> None:
-        folders = [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]
         self._child = subprocess.Popen(
             [sys.executable, "-m", __name__],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=log,
             text=True,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, folders))},
+            env={**os.environ, "PYTHONPATH": module_path()},
         )
         self._log_name = log.name
         self._send({"engine": settings, "threads": threads})
@@ -88,6 +87,12 @@ class EngineProcess:
         if "refused" in answer:
             raise ConfigError(*answer["refused"])
         return answer
+
+
+def module_path() -> str:
+    """Return a ``PYTHONPATH`` by which a child finds this package."""
+    folders = [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]
+    return os.pathsep.join(filter(None, folders))
 
 
 def main() -> None:

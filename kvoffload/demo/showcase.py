@@ -1,8 +1,10 @@
-"""The demo: conversations over long texts, served again from host memory and, after a kill, disk.
+"""The demo: conversations over long texts, served again from memory and disk, after kills too.
 
-The demo has three passes over the same conversations. An engine serves them for the first time, and
+The demo has four passes over the same conversations. An engine serves them for the first time, and
 then goes on with them. The engine is killed while it stores; a new process on the same folder goes
-on. An engine without offloading gets the same prompts. Run it with ``kvoffload demo``.
+on. At last two engines share a server of the host: one computes the conversations and is killed,
+and the other one goes on with them. An engine without offloading gets the same prompts. Run it
+with ``kvoffload demo``.
 """
 
 import math
@@ -17,12 +19,14 @@ from typing import Any
 
 import msgspec
 
+from kvoffload.control import is_supported
 from kvoffload.demo.conversations import QUESTIONS, Conversation, conversations
 from kvoffload.demo.demo_report import machine, problems, summarize
 from kvoffload.demo.engine_config import ModelConfig
 from kvoffload.demo.engine_process import EngineProcess
 from kvoffload.demo.random_weights import expected_shapes
 from kvoffload.demo.sampling import encode
+from kvoffload.demo.shared_server import SharedServer
 
 CONVERSATIONS_ON_DEVICE = 2.5
 """How many conversations the KV cache of the engine holds; it serves several times as many."""
@@ -65,11 +69,13 @@ class DemoOptions:
 
 
 def run(options: DemoOptions, progress: Progress = lambda what, done: None) -> dict[str, Any]:
-    """Run everything and return the report; writes only below ``options.out``.
+    """Run everything and return the report; writes only below ``options.out``, but for a socket.
+
+    The server of a host needs Linux: elsewhere there is no fourth pass.
 
     Raises:
         ConfigError: a device or a folder that cannot be used.
-        DemoError: an engine process died unasked.
+        DemoError: an engine process died unasked, or the server does not start.
     """
     began = time.monotonic()
     options.out.mkdir(parents=True, exist_ok=True)
@@ -90,15 +96,23 @@ def run(options: DemoOptions, progress: Progress = lambda what, done: None) -> d
                     cold = demo.turn(process, 0, "1 cold")
                     host = demo.turn(process, 1, "2 from host memory")
                     progress("killing the engine while it stores", 0)
-                    storing = process.kill_while_storing(victim.prompt([]))
+                    storing = [process.kill_while_storing(victim.prompt([]))]
                 with engine({**settings, "offload": offload}) as process:
                     disk = demo.turn(process, 2, "3 from disk, in a new process")
+                results = {"cold": cold, "host": host, "disk": disk}
+                if is_supported():
+                    with SharedServer(offload["cpu_bytes"], log) as server:
+                        offload = {**offload, "backends": [], "serve": server.path}
+                        shared = {**settings, "offload": offload}
+                        with engine(shared) as first, engine(shared) as second:
+                            demo.repeat(first, 2, "computing for the server of the host")
+                            progress("killing that engine while it stores", 0)
+                            storing.append(first.kill_while_storing(victim.prompt([])))
+                            what = "4 from the server, by its other engine"
+                            results["server"] = demo.turn(second, 3, what)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    passes = [
-        summarize(name, *results)
-        for name, results in {"cold": cold, "host": host, "disk": disk}.items()
-    ]
+    passes = [summarize(name, *both) for name, both in results.items()]
     return {
         "demo": "kvoffload",
         "quick": options.quick,
@@ -142,25 +156,36 @@ class _Demo:
         ours: Results = []
         theirs: Results = []
         self._progress(what, 0)
-        for number, (talk, answers) in enumerate(zip(self._talks, self._answers, strict=True)):
-            prompt = talk.prompt(answers[:turn])
-            params = {
-                "max_tokens": self._answer_tokens,
-                "temperature": number % 2,  # every other conversation greedy
-                "seed": number,
-                "ignore_eos": True,
-            }
+        for number, (prompt, params) in enumerate(self._requests(turn)):
             pairs = [(process, ours), (self._without, theirs)]
             for engine, results in pairs if number % 2 else reversed(pairs):
                 results.append(engine.serve(prompt, params))
                 self._progress(what, 1)
-            answers.append(theirs[-1]["token_ids"])
+            self._answers[number].append(theirs[-1]["token_ids"])
         return ours, theirs
+
+    def repeat(self, process: EngineProcess, turn: int, what: str) -> None:
+        """Let this engine compute the prompts of question ``turn``, whose answers are known."""
+        self._progress(what, 0)
+        for prompt, params in self._requests(turn):
+            process.serve(prompt, {**params, "max_tokens": 1})
+            self._progress(what, 1)
+
+    def _requests(self, turn: int) -> list[tuple[list[int], dict[str, Any]]]:
+        """Return a prompt of each conversation, and how its answer is sampled."""
+        params = {"max_tokens": self._answer_tokens, "ignore_eos": True}
+        return [
+            # Every other conversation is greedy.
+            (talk.prompt(answers[:turn]), {**params, "temperature": number % 2, "seed": number})
+            for number, (talk, answers) in enumerate(zip(self._talks, self._answers, strict=True))
+        ]
 
 
 def num_requests(options: DemoOptions) -> int:
     """Requests of the whole demo, for a progress bar."""
-    return 2 * len(QUESTIONS) * options.num_conversations
+    # Of each pass, with and without offloading; and those that are computed for the server.
+    each = 2 * len(QUESTIONS) + 1 if is_supported() else 2 * (len(QUESTIONS) - 1)
+    return each * options.num_conversations
 
 
 def _engine_settings(

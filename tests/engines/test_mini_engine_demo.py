@@ -1,8 +1,11 @@
 """The demo in its quick form, through the command line, with its kill in the middle."""
 
+import io
 import json
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from rich.console import Console
@@ -10,10 +13,11 @@ from rich.console import Console
 from kvoffload.cli import demo
 from kvoffload.cli.bench import benchmark
 from kvoffload.demo.conversations import conversations
-from kvoffload.demo.demo_report import problems
+from kvoffload.demo.demo_report import print_table, problems
 from kvoffload.demo.engine_process import DemoError, EngineProcess
 from kvoffload.demo.showcase import DemoOptions, num_requests
 
+ROOT = Path(__file__).parents[2]
 DEMO = ["-c", "from kvoffload.cli.main import main; main()", "demo"]
 
 
@@ -36,16 +40,17 @@ def test_every_pass_gives_the_outputs_of_no_offloading(quick):
     code, report, _ = quick
     assert report["problems"] == []
     assert code == 0
-    assert [p["pass"] for p in report["passes"]] == ["cold", "host", "disk"]
+    assert [p["pass"] for p in report["passes"]] == ["cold", "host", "disk", "server"]
     assert all(p["outputs_identical"] for p in report["passes"])
 
 
-def test_host_memory_serves_the_second_pass_and_the_disk_the_third(quick):
+def test_host_memory_serves_the_second_pass_then_the_disk_and_then_the_server(quick):
     _, report, _ = quick
-    cold, host, disk = (p["tokens_from"] for p in report["passes"])
-    assert cold["cpu"] == cold["disk"] == 0
+    cold, host, disk, server = (p["tokens_from"] for p in report["passes"])
+    assert cold["cpu"] == cold["disk"] == cold["server"] == 0
     assert host["cpu"] > 0
     assert disk["disk"] > 0
+    assert server["server"] > server["disk"] == server["cpu"] == 0
 
 
 def test_all_prompt_tokens_are_accounted_for(quick):
@@ -55,8 +60,9 @@ def test_all_prompt_tokens_are_accounted_for(quick):
         assert came + row["tokens_recomputed"] == row["prompt_tokens"]
 
 
-def test_the_engine_was_killed_while_chunks_were_on_their_way(quick):
-    assert quick[1]["killed_with_chunks_on_their_way"] > 0
+def test_both_engines_were_killed_while_chunks_were_on_their_way(quick):
+    assert len(quick[1]["killed_with_chunks_on_their_way"]) == 2
+    assert all(quick[1]["killed_with_chunks_on_their_way"])
 
 
 def test_report_and_plot_are_written_and_the_cache_folder_is_gone(quick):
@@ -101,10 +107,21 @@ def test_without_matplotlib_the_extra_is_named(shown):
 
 
 def test_the_quick_form_shows_no_speed_ups(shown):
-    assert "speed-" not in shown(quick=True)
+    assert "speed" not in shown(quick=True)
     assert "no figures" in shown(quick=True)
-    assert "speed-" in shown(quick=False)
+    assert "speed" in shown(quick=False)
     assert "no figures" not in shown(quick=False)
+
+
+def test_the_readme_shows_the_table_of_the_stored_report_which_fits_80_columns():
+    report = json.loads((ROOT / "benchmarks/results/demo.json").read_text())
+    console = Console(width=200, record=True, file=io.StringIO())
+    print_table(console, report)
+    lines = console.export_text().splitlines()
+    assert max(len(line.rstrip()) for line in lines) <= 80
+    rows = [line.split() for line in lines if line[:1] in "1234" and line]
+    shown = re.findall(r"^\| (\d \w+ \|.*) \|$", (ROOT / "README.md").read_text(), re.MULTILINE)
+    assert [row.replace("*", "").replace("|", "").split() for row in shown] == rows
 
 
 @pytest.mark.parametrize(
@@ -148,17 +165,14 @@ def test_an_engine_that_ends_is_told_as_an_error(python, tmp_path):
 
 
 def test_other_outputs_and_idle_tiers_are_problems():
-    def row(name, cpu, disk, same):
-        return {
-            "pass": name,
-            "tokens_from": {"gpu": 0, "cpu": cpu, "disk": disk},
-            "outputs_identical": same,
-        }
+    def row(name, source, same=True):
+        came = dict.fromkeys(("gpu", "cpu", "disk", "server"), 0) | {source: 5}
+        return {"pass": name, "tokens_from": came, "outputs_identical": same}
 
-    good = [row("cold", 0, 0, True), row("host", 5, 0, True), row("disk", 0, 5, True)]
-    assert problems(good) == []
-    bad = [row("cold", 0, 0, True), row("host", 0, 0, False), row("disk", 5, 0, True)]
-    assert len(problems(bad)) == 3
+    good = [row("cold", "gpu"), row("host", "cpu"), row("disk", "disk")]
+    assert problems(good) == problems([*good, row("server", "server")]) == []
+    bad = [row("cold", "gpu"), row("host", "gpu", same=False), row("disk", "cpu")]
+    assert len(problems([*bad, row("server", "cpu")])) == 4
 
 
 def test_each_turn_begins_with_the_turn_before_and_its_answer():
@@ -171,4 +185,4 @@ def test_each_turn_begins_with_the_turn_before_and_its_answer():
 
 
 def test_the_progress_bar_knows_all_requests(tmp_path):
-    assert num_requests(DemoOptions(tmp_path, quick=True)) == 30
+    assert num_requests(DemoOptions(tmp_path, quick=True)) == 45
