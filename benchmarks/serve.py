@@ -48,6 +48,7 @@ TOTAL_BYTES = 128 << 20
 SIZE = 2 << 20
 PAGE = 32 << 10
 ROUNDS = 9
+ATTACHES = 100
 ENGINES = 8
 TIMEOUT_S = 60.0
 IN_MEMORY = Path("/dev/shm")
@@ -144,11 +145,15 @@ def served(folder: Path) -> Iterator[HostServer]:
 
 def _attaching(server: HostServer) -> list[Row]:
     times = []
-    for _ in range(ROUNDS):
-        engine = Engine(server.path, SERVE, 2 * SIZE)
+    for _ in range(ATTACHES):
+        engine = Engine(server.path, SERVE, SIZE)
         times.append(engine.attached_s * 1e3)
         engine.close()
-    return [row("attach, stores open, p50", statistics.median(times), "ms")]
+    # The server gives way to engines: the median tells how long it waits for a core.
+    return [
+        row("attach, stores open, best", min(times), "ms"),
+        row("attach, stores open, p50", statistics.median(times), "ms"),
+    ]
 
 
 def _loading(engine: Engine, pid: int, gigabytes: float) -> list[Row]:
