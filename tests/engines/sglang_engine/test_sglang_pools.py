@@ -25,6 +25,7 @@ from tests.engines.sglang_engine.host_pools import (
     tokens,
     v4_pool,
 )
+from tests.support.host_server import HostServer
 
 
 @pytest.mark.parametrize("layout", ["layer_first", "page_first", "page_first_direct"])
@@ -41,6 +42,27 @@ def test_sglangs_own_pools_in_each_layout(attach, until, kind, layout):
         assert torch.equal(loaded, first.get_data_page(page * PAGE, flat=True))
     for other in {"layer_first", "page_first", "page_first_direct"} - {layout}:
         assert attach(host_pool(kind, other), **is_mla).batch_exists(keys) == 0
+
+
+def test_pages_come_from_a_server_of_the_host_that_another_engine_has_left(attach, until, tmp_path):
+    server = HostServer(tmp_path)
+    first, second = Pool(), Pool()
+    settings = {"backends": [], "extra": {"serve": server.path}}
+    try:
+        engine = attach(first, **settings)
+        keys = stored(engine, 6, until)
+        engine.close()
+        again = attach(second, **settings)
+        until(lambda: again.batch_exists(keys) == 6)
+        assert again.batch_get_v1(keys, tokens(range(20, 26))) == [True] * 6
+        assert torch.equal(second.buffer[:, 20:26], first.buffer[:, :6])
+        server.kill()
+        assert again.batch_get_v1(keys, tokens(range(6))) == [False] * 6
+        server.start()
+        until(lambda: again.batch_set_v1(keys, tokens(range(20, 26))) == [True] * 6)
+        until(lambda: again.batch_exists(keys) == 6)
+    finally:
+        server.kill()
 
 
 def test_pages_of_deepseek_v4_whose_kv_pool_has_no_memory(attach, until):

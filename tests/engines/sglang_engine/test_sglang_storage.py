@@ -9,6 +9,7 @@ import pytest
 
 from kvoffload.testing import Plan
 from tests.support import redis_server
+from tests.support.host_server import HostServer
 from tests.support.planned_store import installed
 from tests.support.redis_engine import PATIENT
 
@@ -97,6 +98,25 @@ def test_redis_serves_a_new_process_and_may_die(start, prompt, told, tiers, disk
         assert answer["tokens"] == told[i]
         assert answer["storage"] == [0]
         assert answer["time_s"] < 10
+
+
+@pytest.mark.long
+def test_a_server_of_the_host_outlives_an_engine_and_may_die(start, prompt, told, tiers, tmp_path):
+    server = HostServer(tmp_path, memory="64MiB")
+    first = start("dynamic", tiers(serve=server.path))
+    first.wait_stored(prompt(0), told[0])
+    first.kill()
+    second = start("dynamic", tiers(serve=server.path))
+    answer = second.generate(prompt(0))
+    assert [answer["tokens"], answer["storage"]] == [told[0], [STORED]]
+    server.kill()
+    second.forget()
+    answer = second.generate(prompt(0))
+    assert [answer["tokens"], answer["storage"]] == [told[0], [0]]
+    server.start()
+    second.wait_stored(prompt(1), told[1])
+    second.kill()
+    server.kill()
 
 
 @pytest.mark.long
