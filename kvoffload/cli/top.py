@@ -67,6 +67,7 @@ OF_ENGINE = {
     **{page_name(name): name for name in (
         names.SAVED_PREFILL_TOKENS, names.IO_RESTARTS, names.TRANSFER_FAILURES,
         names.QUEUE_REQUESTS, names.QUEUE_KEPT_BYTES, names.ENGINES,
+        names.ENGINES_LEAVING,
     )},
 }  # fmt: skip
 OF_ATTACHED = {
@@ -322,6 +323,8 @@ def _lines(now: Reading) -> Iterator[str]:
     if requests := totals.get("queue_requests"):
         kept = human_bytes(totals.get("queue_kept_bytes", 0.0))
         yield f"{counted(int(requests), 'request')} in the queue: {kept} of host memory are kept"
+    if leaving := totals.get("engines_leaving"):
+        yield f"{counted(int(leaving), 'engine')} left, and a store's call still uses their memory"
     if totals.get("io_restarts"):
         yield f"the I/O process was started again {totals['io_restarts']:,.0f} times"
     if totals.get("transfer_failures"):

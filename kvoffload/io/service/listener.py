@@ -34,6 +34,11 @@ class Listener:
         else:
             try:
                 self.sock = self._bound()
+            except FileNotFoundError:
+                self.close()
+                folder = os.path.dirname(path)
+                remedy = f"there is no folder {folder}: make it, for the user of the engines"
+                raise ConfigError("socket", path, remedy) from None
             except OSError as error:
                 self.close()
                 remedy = f"cannot be listened on: {error.strerror or error}"

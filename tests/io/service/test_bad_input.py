@@ -279,7 +279,7 @@ def test_a_socket_is_bound_where_nothing_lives_alone(tmp_path):
     assert os.stat(path).st_mode & 0o777 == 0o600
     second.close()
     assert not path.exists()
-    with pytest.raises(ConfigError, match="No such file"):
+    with pytest.raises(ConfigError, match="there is no folder"):
         Listener(str(tmp_path / "no folder" / "s"))
 
 

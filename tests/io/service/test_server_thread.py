@@ -17,6 +17,7 @@ from kvoffload.io.service.host_memory import HostMemory
 from kvoffload.io.service.host_store import HostStore
 from kvoffload.io.service.listener import Listener
 from kvoffload.io.service.settings import read_serve_config
+from kvoffload.metrics.names import ENGINES, ENGINES_LEAVING
 from kvoffload.transfer.slab import create_shared_memory
 from tests.support.host_server import key_of
 from tests.support.io_rig import opening
@@ -31,8 +32,8 @@ def started_in_a_thread(path):
     settings = read_serve_config({"socket": path, "memory": "1MiB"})
     listener, is_started, told = Listener(path), threading.Event(), []
 
-    def started(_):
-        told.append((asyncio.get_running_loop(), asyncio.current_task()))
+    def started(made):
+        told.append((made, asyncio.get_running_loop(), asyncio.current_task()))
         is_started.set()
 
     def run():
@@ -42,13 +43,12 @@ def started_in_a_thread(path):
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
     assert is_started.wait(20)
-    ((loop, task),) = told
-    return thread, lambda: loop.call_soon_threadsafe(task.cancel)
+    ((made, loop, task),) = told
+    return made, thread, lambda: loop.call_soon_threadsafe(task.cancel)
 
 
-def test_slots_are_free_only_once_a_call_that_hangs_as_the_server_ends_has_returned(
-    tmp_path, monkeypatch
-):
+def with_a_load_that_hangs(path, monkeypatch):
+    """Attach an engine, and begin a load; return its connection, and what lets the load end."""
     monkeypatch.setattr(server, "END_S", 0.05)
     monkeypatch.setattr(service, "CLOSE_S", 0.1)
     monkeypatch.setattr(shared_stores, "CLOSE_S", 0.1)
@@ -60,8 +60,7 @@ def test_slots_are_free_only_once_a_call_that_hangs_as_the_server_ends_has_retur
         return read(memory, *args)
 
     monkeypatch.setattr(HostMemory, "read", hanging)
-    thread, end = started_in_a_thread(str(tmp_path / "s"))
-    attached = AttachedServer(str(tmp_path / "s"), create_shared_memory(2 * SLOT))
+    attached = AttachedServer(path, create_shared_memory(2 * SLOT))
     attached.sock.settimeout(20)
     attached.sock.sendall(frame(OPEN) + frame(Store(1, "serve", KEYS, [0], SLOT)))
     reader, answers = MessageReader(to_server=False), []
@@ -70,6 +69,14 @@ def test_slots_are_free_only_once_a_call_that_hangs_as_the_server_ends_has_retur
     assert answers[0].ok == b"\1"
     attached.sock.sendall(frame(Load(2, "serve", KEYS, [1], SLOT)))
     assert is_reading.wait(20)
+    return attached, may_read
+
+
+def test_slots_are_free_only_once_a_call_that_hangs_as_the_server_ends_has_returned(
+    tmp_path, monkeypatch
+):
+    _, thread, end = started_in_a_thread(str(tmp_path / "s"))
+    attached, may_read = with_a_load_that_hangs(str(tmp_path / "s"), monkeypatch)
     end()
     assert not attached.wait(1.0), "a call may yet write into the slot"
     may_read.set()
@@ -77,6 +84,26 @@ def test_slots_are_free_only_once_a_call_that_hangs_as_the_server_ends_has_retur
     thread.join(20)
     assert not thread.is_alive()
     attached.sock.close()
+
+
+def test_an_engine_that_has_left_is_counted_while_a_call_uses_its_memory(
+    tmp_path, monkeypatch, until
+):
+    host, thread, end = started_in_a_thread(str(tmp_path / "s"))
+    attached, may_read = with_a_load_that_hangs(str(tmp_path / "s"), monkeypatch)
+
+    def engines():
+        told = {name: value for name, labels, value in host.samples() if not labels}
+        return told.get(ENGINES), told.get(ENGINES_LEAVING)
+
+    until(lambda: engines() == (1, 0))
+    attached.sock.close()
+    until(lambda: engines() == (0, 1))
+    may_read.set()
+    until(lambda: engines() == (0, 0))
+    assert attached.wait(20)
+    end()
+    thread.join(20)
 
 
 def test_a_store_that_has_no_threads_is_opened_once_there_are_some(tmp_path, monkeypatch, until):
@@ -91,7 +118,7 @@ def test_a_store_that_has_no_threads_is_opened_once_there_are_some(tmp_path, mon
 
     monkeypatch.setattr(shared_stores, "HostStore", scarce)
     path, slab_fd = str(tmp_path / "s"), create_shared_memory(2 * SLOT)
-    thread, end = started_in_a_thread(path)
+    _, thread, end = started_in_a_thread(path)
     engine = IOClient(lambda: AttachedServer(path, slab_fd), OPEN, 9.0, 9.0, needs_server=False)
     until(lambda: engine.tiers["serve"].is_complete and not engine._is_opening)
     engine.close()
