@@ -117,6 +117,35 @@ def test_the_server_of_the_manifest_is_where_its_settings_say():
     assert pod["securityContext"] == vllm[1]["spec"]["template"]["spec"]["securityContext"]
 
 
+def lost(given, read, path):
+    """Yield the fields of a manifest that are not in what a program has made of it."""
+    if isinstance(given, dict):
+        for name, value in given.items():
+            yield from lost(value, read.get(name), f"{path}.{name}") if read else [path]
+    elif isinstance(given, list):
+        for i, value in enumerate(given):
+            yield from lost(value, read[i], f"{path}[{i}]") if read else [path]
+    elif given != read:
+        yield path
+
+
+@pytest.mark.skipif(shutil.which("kubectl") is None, reason="kubectl is missing")
+@pytest.mark.parametrize(
+    "name", ["kubernetes/serve", "kubernetes/vllm", "folder/vllm", "object/vllm"]
+)
+def test_kubectl_knows_each_field_of_the_pods(name):
+    """It drops what it does not know, and needs no cluster for an object that it only changes."""
+    yaml = pytest.importorskip("yaml", reason="PyYAML is not installed")
+    words = ["kubectl", "set", "env", "--local", "-f", "-", "LAST=1", "-o", "json"]
+    parts = yaml.safe_load_all((EXAMPLES / f"{name}.yaml").read_text())
+    pods = [part for part in parts if "template" in part.get("spec", {})]
+    assert pods
+    for part in pods:
+        done = subprocess.run(words, input=json.dumps(part), capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        assert list(lost(part, json.loads(done.stdout), part["kind"])) == []
+
+
 def pod_labels(deployment):
     return deployment["spec"]["template"]["metadata"]["labels"]
 
