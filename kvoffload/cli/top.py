@@ -324,7 +324,7 @@ def _lines(now: Reading) -> Iterator[str]:
         kept = human_bytes(totals.get("queue_kept_bytes", 0.0))
         yield f"{counted(int(requests), 'request')} in the queue: {kept} of host memory are kept"
     if leaving := totals.get("engines_leaving"):
-        yield f"{counted(int(leaving), 'engine')} left, and a store's call still uses their memory"
+        yield f"{counted(int(leaving), 'engine')} left while a store's call uses its memory"
     if totals.get("io_restarts"):
         yield f"the I/O process was started again {totals['io_restarts']:,.0f} times"
     if totals.get("transfer_failures"):

@@ -174,6 +174,31 @@ def test_the_queue_is_a_line_while_there_is_one(requests, told):
     assert lines == [f"{each} the queue: 2.0 MiB of host memory are kept" for each in told]
 
 
+def test_a_server_of_a_host_shows_its_engines_in_80_columns():
+    pages = [
+        f"""
+kvoffload_resident_bytes{{tier="memory"}} 1.2e12
+kvoffload_capacity_bytes{{tier="memory"}} 1.3e12
+kvoffload_engines 2
+kvoffload_engines_leaving {1 - now}
+kvoffload_engine_load_bytes_total{{engine="4194303-255"}} {(1 + now) * 1e12}
+kvoffload_engine_store_bytes_total{{engine="4194303-255"}} {1e15 + now * 4096}
+kvoffload_engine_store_bytes_total{{engine="7"}} 0
+"""
+        for now in range(2)
+    ]
+    last, now = map(of_page, pages)
+    now.when_s = last.when_s + 2.0
+    out = Console(width=200, record=True, file=io.StringIO())
+    out.print(_shown(last, None))
+    out.print(_shown(now, last))
+    text = out.export_text()
+    assert max(len(line.rstrip()) for line in text.splitlines()) <= 80
+    assert text.count("1 engine left while a store's call uses its memory") == 1
+    assert re.search(r"4194303-255 .* 909\.5 TiB", text)
+    assert re.search(r"4194303-255 .* 465\.7 GiB .* 2\.0 KiB", text)
+
+
 def test_live_it_shows_rates_and_ends_with_control_c(engine):
     with live(f"http://127.0.0.1:{engine}") as read_until:
         read_until(rb"loaded/s")
