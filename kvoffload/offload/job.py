@@ -67,7 +67,7 @@ class Job:
 
 
 def forgotten(key: OffloadKey, reset: int) -> OffloadKey:
-    """Name a chunk whose slot is in use though a reset forgot it: it may be stored anew meanwhile.
+    """Name a chunk whose slot is in use though a reset forgot it: it may be stored again.
 
     The end of a key tells its group, so the new part is in front.
     """
