@@ -199,12 +199,13 @@ sys.path.insert(0, "tests/connectors")
 from test_control_server import Stub
 from kvoffload.connectors.control_server import Orders, serve_operators
 server = serve_operators(True, Stub(), Orders())
-if sys.argv[1] == "forks" and not os.fork():
+is_engine = sys.argv[1] == "alone" or os.fork()
+if not is_engine:
     server.close()  # as a worker that ends
-    time.sleep(60)
-    os._exit(0)
-print("ready", flush=True)
+if not is_engine or sys.argv[1] == "alone":
+    print("ready", flush=True)
 time.sleep(60)
+os._exit(0)
 """
 
 

@@ -44,7 +44,8 @@ while True:
         job.over.wait()
     else:
         job.has_loan = lambda: reach("lent")
-        client.load("serve", keys, range(16), SIZE, job, job if rng.random() < 0.8 else None)
+        borrower = job if rng.random() < 0.8 else None
+        client.load("serve", keys, range(16), SIZE, job, borrower=borrower)
         reach("asked")
         job.over.wait()
         if job.loans and point == "held":
@@ -63,7 +64,7 @@ while True:
             loan.end()
             reach("ended")
         if job.loans and point == "left":  # with a loan that ends only with the process
-            client.load("serve", keys, range(16), SIZE, Job(), Job())
+            client.load("serve", keys, range(16), SIZE, Job(), borrower=Job())
             client.close()
             os.kill(os.getpid(), signal.SIGKILL)
 """

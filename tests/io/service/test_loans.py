@@ -176,7 +176,7 @@ class Borrower(Talk):
     """An engine's end that borrows all chunks of a load."""
 
     def borrow(self, job):
-        self.send(Load(job, "serve", KEYS, [4, 5, 6, 7], SLOT, True))
+        self.send(Load(job, "serve", KEYS, [4, 5, 6, 7], SLOT, may_lend=True))
         answer = self.hear(Lent)
         assert (answer.job, answer.numbers) == (job, [0, 1, 2, 3])
         assert self.hear(Answered).ok == b"\1\1\1\1"

@@ -176,7 +176,7 @@ async def test_what_one_layer_does_not_know_is_unknown_of_all_together():
     assert store.usage().gauges["below_bytes"] == CHUNK_BYTES
     below.usage = lambda: Usage(None, None, None, {"up": 1})
     assert store.usage()[:3] == (None, None, None)
-    assert set(store.usage().gauges) == {"memory_bytes", "below_up"}
+    assert set(store.usage().gauges) == {"memory_bytes", "memory_lent_bytes", "below_up"}
     await store.close()
 
 
