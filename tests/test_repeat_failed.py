@@ -10,7 +10,8 @@ ROOT = Path(__file__).parents[1]
 
 
 @pytest.mark.parametrize(
-    ("fails_in", "code", "options"), [({1}, 0, ["-n", "2"]), ({1, 2}, 1, []), ({1, 4}, 1, [])]
+    ("fails_in", "code", "options"),
+    [({1}, 0, ["-p", "xdist", "-n", "2"]), ({1, 2}, 1, []), ({1, 4}, 1, [])],
 )
 def test_only_a_test_that_fails_once_is_forgiven(tmp_path, fails_in, code, options):
     (tmp_path / "test_it.py").write_text(
@@ -24,7 +25,7 @@ def test_only_a_test_that_fails_once_is_forgiven(tmp_path, fails_in, code, optio
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "--rootdir", tmp_path, *plugin, "test_it.py"],
         cwd=tmp_path,
-        env={"PYTHONPATH": str(ROOT)},
+        env={"PYTHONPATH": str(ROOT), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
         capture_output=True,
         text=True,
     )
