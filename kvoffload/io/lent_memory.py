@@ -10,8 +10,8 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
-_ADVICE = ("MADV_HUGEPAGE", "MADV_DONTDUMP", "MADV_DONTFORK")
-"""As on the slab. Copies are faster in large pages; no core file and no child has the chunks."""
+ADVICE = ("MADV_HUGEPAGE", "MADV_DONTDUMP", "MADV_DONTFORK")
+"""Of both ends. Large pages make copies faster; no core file and no child has clients' data."""
 _MADV_POPULATE_READ = 22
 """Python's mmap does not name it; Linux has it since 5.14."""
 _PORTION_BYTES = 4 << 20
@@ -92,7 +92,7 @@ def _mapped(fd: int) -> tuple[memoryview, int]:
     mapping = (ctypes.c_char * size).from_address(address)
     unmap = partial(libc.munmap, ctypes.c_void_p(address), ctypes.c_size_t(size))
     weakref.finalize(mapping, unmap).atexit = False  # a thread may copy until the process ends
-    for name in _ADVICE:
+    for name in ADVICE:
         _advise(address, size, getattr(mmap, name, -1))
     return memoryview(mapping).toreadonly().cast("B"), address
 

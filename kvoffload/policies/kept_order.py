@@ -31,9 +31,12 @@ class KeptOrder:
         self.num_kept -= len(keys)
         self.normal.add(keys)
 
-    def add(self, keys: Sequence[bytes]) -> None:
+    def _unclaimed(self, keys: Sequence[bytes]) -> Sequence[bytes]:
         claims = self._claims
-        normal = [key for key in keys if key not in claims] if claims else keys
+        return [key for key in keys if key not in claims] if claims else keys
+
+    def add(self, keys: Sequence[bytes]) -> None:
+        normal = self._unclaimed(keys)
         self.num_kept += len(keys) - len(normal)
         if normal:
             self.normal.add(normal)
@@ -42,8 +45,7 @@ class KeptOrder:
         self.normal.touch(keys)
 
     def remove(self, keys: Sequence[bytes]) -> None:
-        claims = self._claims
-        normal = [key for key in keys if key not in claims] if claims else keys
+        normal = self._unclaimed(keys)
         self.num_kept -= len(keys) - len(normal)
         if normal:
             self.normal.remove(normal)

@@ -225,9 +225,10 @@ def test_what_are_no_token_ids_is_said(run, tmp_path, text, reason):
     assert (done.returncode, reason in done.stderr) == (2, True)
 
 
-def test_the_table_says_where_the_first_missing_chunk_is(run, tmp_path):
+def test_the_table_says_where_the_first_missing_chunk_is(run, lookup, until, tmp_path):
     engine = run()
     engine.generate(PROMPT)
+    until(lambda: lookup()["cpu"] == CHUNKS)  # a store may still be on its way
     (tmp_path / "prompt").write_text(" ".join(map(str, [*PROMPT[:8], *PROMPT[:8]])))
     shown = kvoffload("cache", "lookup", "--token-ids", str(tmp_path / "prompt")).stdout
     assert "16 tokens" in shown

@@ -17,14 +17,13 @@ from collections.abc import Callable, Collection, Sequence
 from itertools import islice
 from typing import Protocol
 
+from kvoffload.io.lent_memory import ADVICE
 from kvoffload.policies.base import Policy
 from kvoffload.policies.kept_order import KeptOrder
 
 log = logging.getLogger(__name__)
 BLOCK = 16 << 10
 """Bytes of a block: a chunk takes whole ones."""
-_ADVICE = ("MADV_HUGEPAGE", "MADV_DONTDUMP", "MADV_DONTFORK")
-"""Large pages make copies faster. A core file must not contain clients' data."""
 _F_SEAL_FUTURE_WRITE = 0x10
 """Python 3.11 does not name it; Linux has it since 5.1."""
 _RUNS_LOOKED_AT = 64
@@ -112,7 +111,7 @@ class HostMemory:
             self._map = mmap.mmap(fd, size)
             if _sealed(fd):
                 self.fd = fd
-        for name in _ADVICE:
+        for name in ADVICE:
             with contextlib.suppress(OSError, AttributeError):
                 self._map.madvise(getattr(mmap, name))
         self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
