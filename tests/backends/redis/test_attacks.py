@@ -5,6 +5,7 @@ buffers cut off; memory at its end. Never a wrong byte, and neither connections 
 import asyncio
 import gc
 import os
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -183,7 +184,9 @@ async def test_neither_connections_nor_memory_grow_with_use_and_faults(server):
             for i in range(2):
                 await round_of_trouble(i)
             before = resident_bytes()
-            for i in range(2, 6):
+            rounds = count(2)
+            # On a busy machine a fault meets fewer connections.
+            while (i := next(rounds)) < 6 or engine.count("connected") <= 50:
                 await round_of_trouble(i)
             assert resident_bytes() - before < 16 << 20
             # Those given up a moment ago may still be on their way out, in proxy and server.
@@ -193,4 +196,3 @@ async def test_neither_connections_nor_memory_grow_with_use_and_faults(server):
                 return await asyncio.to_thread(clients, server) <= 4 + 1
 
             await until(settled)
-            assert engine.count("connected") > 50
