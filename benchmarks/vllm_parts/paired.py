@@ -86,7 +86,7 @@ def _under_load(engine: Engine, rng: random.Random, case: str) -> list[Row]:
     for prefix in prefixes:
         engine.serve(prefix, 8, CALM_S)
     times: dict[bool, list[float]] = {True: [], False: []}
-    loaded = []
+    found = {True: 0, False: 0}
     for order in itertools.islice(itertools.cycle(cost.REQUEST_ORDERS), ROUNDS // 2):
         for on in order:
             engine.ask("switch", on=True)
@@ -99,17 +99,21 @@ def _under_load(engine: Engine, rng: random.Random, case: str) -> list[Row]:
             asked = {"prompt": prompt(rng, PREFIX), "max_tokens": TOKENS, "every": EVERY}
             answer = engine.ask("busy", arrivals=arrivals, **asked)
             times[on] += answer["times"]
-            loaded.append(answer["left"])
+            found[on] += sum(answer["found"].values())
             engine.serve(prompt(rng, TAIL), 4, CALM_S)
     engine.ask("switch", on=True)
     with_s, without_s = (sorted(times[on]) for on in (True, False))
     p99 = _at(with_s, 0.99) / _at(without_s, 0.99)
     middle = _at(with_s, 0.5) / _at(without_s, 0.5)
     total = sum(with_s) / sum(without_s)
+    part = found[True] / (ROUNDS * len(prefixes) * PREFIX)
+    if not found[True] or found[False]:
+        raise RuntimeError(f"{case}: tokens found with the connector and without: {found}")
     return [
         row(
             f"p99 under stores and loads, {case} (without {_at(without_s, 0.99) * 1e3:.1f} ms; "
-            f"median {middle:.3f}, sum {total:.3f}; {len(with_s)} steps each)",
+            f"median {middle:.3f}, sum {total:.3f}; {part:.0%} of prefixes found; "
+            f"{len(with_s)} steps each)",
             p99,
             "×",
             LOAD_GOAL,

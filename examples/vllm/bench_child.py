@@ -73,7 +73,8 @@ def main() -> None:
     def busy(prompt: list[int], max_tokens: int, arrivals: list[list[int]], every: int) -> Any:
         """Serve a prompt; another one arrives after each ``every`` steps and wants one token.
 
-        Returns the seconds between the tokens of the first prompt.
+        Returns the seconds between the tokens of the first prompt, and the tokens of each request
+        that were found in a cache.
         """
         params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
         one = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
@@ -81,17 +82,20 @@ def main() -> None:
         engine.add_request(name, {"prompt_token_ids": prompt}, params)
         waiting, steps, last = list(reversed(arrivals)), 0, 0.0
         times: list[float] = []
+        found: dict[str, int] = {}
         while engine.has_unfinished_requests():
             if times and steps % every == 0 and waiting:
                 arrived = {"prompt_token_ids": waiting.pop()}
                 engine.add_request(f"b{next(numbers)}", arrived, one)
             steps += 1
             for out in engine.step():
-                if out.request_id.split("-", 1)[0] == name:
+                request = out.request_id.split("-", 1)[0]
+                found[request] = out.num_cached_tokens
+                if request == name:
                     now = time.perf_counter()
                     times.append(now - last)
                     last = now
-        return {"times": times[1:], "left": len(waiting)}
+        return {"times": times[1:], "found": found}
 
     def reset() -> bool:
         return llm.reset_prefix_cache()
@@ -131,11 +135,18 @@ def main() -> None:
         set_aside.setdefault("aggregator", core.model_executor.kv_output_aggregator)
         core.scheduler.connector = set_aside["connector"] if on else None
         core.model_executor.kv_output_aggregator = set_aside["aggregator"] if on else None
-        llm.collective_rpc(switch_worker, args=(on,))
+        workers(switch_worker, on)
 
     def our_cpu() -> float:
         """CPU seconds so far of the threads that kvoffload has started in the worker."""
-        return float(llm.collective_rpc(cpu_of_our_threads)[0])
+        return float(workers(cpu_of_our_threads)[0])
+
+    def workers(call: Callable[..., Any], *args: Any) -> Any:
+        """Call a function in the workers, below the engine.
+
+        After an unknown call of the engine its weights may be others: the connector forgets all.
+        """
+        return engine.engine_core.engine_core.model_executor.collective_rpc(call, args=args)
 
     set_aside: dict[str, Any] = {}
     calls: dict[str, Callable[..., Any]] = {
