@@ -25,8 +25,6 @@ class Request:
     """Bytes of chunk in either direction; counts towards the bytes in flight."""
     right: str = ""
     """The right that a user needs for it."""
-    probe: bytes = b""
-    """The command that a health probe may repeat after this request failed."""
     asking: bool = False
     """Send ASKING first, because a cluster is moving the key's slot to this server."""
     connection: Connection | None = None

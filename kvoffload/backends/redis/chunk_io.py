@@ -49,7 +49,7 @@ class ChunkIO:
                 connection.close("oversize")
             return filled
 
-        request = Request("load", chunk.nbytes, "getex", command)
+        request = Request("load", chunk.nbytes, "getex")
         started(request)
         try:
             node, reply = self._exchange(key, request, talk)

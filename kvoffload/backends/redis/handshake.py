@@ -4,7 +4,6 @@ import os
 import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
-from typing import NamedTuple
 
 from kvoffload.backends.redis.connection import Address, Connection
 from kvoffload.backends.redis.options import Access
@@ -13,7 +12,7 @@ from kvoffload.backends.redis.resp import Reply, ServerError, encode
 IN_STEP = frozenset({"OOM", "MISCONF", "NOREPLICAS", "WRONGTYPE", "MOVED", "ASK"})
 """Error replies of a healthy server: refusals of one command, and redirects."""
 _PROBE_BYTES = 4 << 20
-"""The largest probe after a failed store."""
+"""The largest probe after a failed load or store."""
 _NOISE_BYTES = 64 << 10
 ServerInfo = dict[str, str]
 """The reply to ``INFO``; empty where the user has no right to it."""
@@ -101,30 +100,17 @@ def info_of(reply: object) -> ServerInfo:
     return {name: value for name, sep, value in lines if sep}
 
 
-class HealthProbe(NamedTuple):
-    """A failed command in a form that a probe can repeat without callers' memory.
+def echo(connection: Connection, nbytes: int) -> None:
+    """Send so many bytes in a PING and receive them again; raises OSError.
 
-    A network path may pass a PING and no chunk. After a failed load the probe loads the same value.
-    After a failed store it sends as many bytes in a PING, which stores nothing. A value that is
-    missing by then proves nothing and counts as a success; the circuit breaker probes less often if
-    such successes are wrong.
+    A network path may pass a PING and no chunk, in one direction or in both.
     """
-
-    command: bytes
-    """Loads the value again; empty for a store."""
-    nbytes: int
-
-    def run(self, connection: Connection) -> None:
-        """Repeat the command under the connection's timeout; OSError: it fails again."""
-        command = self.command
-        if not command:
-            # Random, so that no network device compresses it to a few bytes.
-            size = min(self.nbytes, _PROBE_BYTES)
-            noise = os.urandom(_NOISE_BYTES) * (size // _NOISE_BYTES + 1)
-            command = encode(b"PING", noise[:size])
-        (reply,) = connection.ask_all([command], connection.reader.skip)
-        if isinstance(reply, ServerError) and reply.code not in IN_STEP:
-            raise ConnectionError(reply.text)
+    # Random, so that no network device compresses it to a few bytes.
+    size = min(nbytes, _PROBE_BYTES)
+    noise = os.urandom(_NOISE_BYTES) * (size // _NOISE_BYTES + 1)
+    (reply,) = connection.ask_all([encode(b"PING", noise[:size])], connection.reader.skip)
+    if isinstance(reply, ServerError) and reply.code not in IN_STEP:
+        raise ConnectionError(reply.text)
 
 
 def _expect_word(word: bytes, connection: Connection, *command: bytes) -> None:

@@ -2,8 +2,8 @@
 
 Lookups and other small commands have a connection of their own, so that no chunk delays them. Loads
 and stores wait, loads first, until the bounds admit them. An opening circuit breaker ends every
-connection, and every command that waits. A thread then probes the server with the kind of command
-that failed. Any thread may call these methods.
+connection, and every command that waits. A thread then probes the server, with as many bytes as
+the command that failed had. Any thread may call these methods.
 """
 
 import logging
@@ -16,7 +16,7 @@ from typing import TypeVar
 from kvoffload.backends.redis.bounds import MIN_IN_FLIGHT, Bounds, Request
 from kvoffload.backends.redis.circuit_breaker import CircuitBreaker
 from kvoffload.backends.redis.connection import Address, Connection, Lost
-from kvoffload.backends.redis.handshake import HealthProbe, ServerInfo, expect, handshake, info_of
+from kvoffload.backends.redis.handshake import ServerInfo, echo, expect, handshake, info_of
 from kvoffload.backends.redis.options import Access
 from kvoffload.backends.redis.refusals import Refusals
 from kvoffload.backends.redis.resp import ProtocolError, Reply, ServerError
@@ -361,16 +361,15 @@ class Node:
         with self._lock:
             if self._is_closed.is_set() or not self.breaker.failure(kind, lasted_s, nbytes):
                 return
-            probe = HealthProbe(request.probe, nbytes) if request is not None and nbytes else None
             self._drop("breaker_open")
         self._count("breaker_opened")
         log.warning("redis at %s is left alone until it answers again: %s", self._label, reason)
         self._probing = threading.Thread(
-            target=self._probe, args=(probe,), name="kvoffload-redis-probe", daemon=True
+            target=self._probe, args=(nbytes,), name="kvoffload-redis-probe", daemon=True
         )
         self._probing.start()
 
-    def _probe(self, probe: HealthProbe | None) -> None:
+    def _probe(self, nbytes: int) -> None:
         """Probe until the server is back; keep the successful connection for lookups."""
         while not self._is_closed.wait(self.breaker.probe_in()):
             self._count("probes")
@@ -379,8 +378,8 @@ class Node:
                 self._used.add(connection)
             try:
                 self._open(connection)
-                if probe is not None:
-                    probe.run(connection)
+                if nbytes:
+                    echo(connection, nbytes)
                 connection.check_usable()
             except Exception as error:  # no error ends the probing
                 log.debug("redis at %s: the probe failed: %s", self._label, error)
