@@ -97,30 +97,47 @@ class Operator(Command):
             raise ConnectionError(f"connecting to {address}: {error}") from error
 
     def scan(
-        self, address: Address, pattern: str, work: "OnNames", *, only_ours: bool = True
+        self,
+        front: str,
+        work: "OnNames",
+        *,
+        only_ours: bool = True,
+        step: int = _STEP,
+        most: int | None = None,
+        pause_s: float = 0.0,
     ) -> None:
-        """Call ``work`` with the names on one server that fit a pattern, some at a time."""
-        with self.connected(address) as connection:
-            cursor = b"0"
-            for _ in range(_MOST_STEPS):
-                self.pause()
-                cursor, found = scan_step(connection, cursor, pattern, _STEP)
-                if names := [name for name in found if is_ours(name) or not only_ours]:
-                    work(connection, names)
-                if cursor == b"0":
-                    return
-        raise ConnectionError(f"{address}: a SCAN without end")
+        """Call ``work`` with the names on all servers that begin so, some at a time.
 
-    def scan_all(self, pattern: str, work: "OnNames", *, only_ours: bool = True) -> None:
-        """Call ``work`` with the names on every server that fit a pattern, some at a time."""
-        for address in masters(self.access):
-            self.scan(address, pattern, work, only_ours=only_ours)
+        Args:
+            front: of the names.
+            work: ends the scan by True.
+            only_ours: leave out names that this backend does not make.
+            step: names that a server looks at for one reply.
+            most: names that all servers together look at, at most.
+            pause_s: between two steps.
+        """
+        addresses = masters(self.access)
+        steps = _MOST_STEPS if most is None else most // step // len(addresses)
+        for address in addresses:
+            with self.connected(address) as connection:
+                cursor = b"0"
+                for _ in range(steps):
+                    self.pause(pause_s)
+                    cursor, found = _scan_step(connection, cursor, f"{front}*", step)
+                    names = [name for name in found if is_ours(name) or not only_ours]
+                    if names and work(connection, names):
+                        return
+                    if cursor == b"0":
+                        break
+                else:
+                    if most is None:
+                        raise Lost("endless", "a SCAN without end")
 
 
 OnNames = Callable[[Connection, list[bytes]], object]
 
 
-def scan_step(
+def _scan_step(
     connection: Connection, cursor: bytes, pattern: str, step: int
 ) -> tuple[bytes, list[bytes]]:
     """Return the next cursor and the names of one SCAN, each once; raises OSError."""
@@ -208,7 +225,7 @@ def _held(operator: Operator) -> list[Holding]:
         if len(latest_ms) + len(facts) > _MOST_NAMESPACES:
             raise ConnectionError(f"more than {_MOST_NAMESPACES} namespaces")
 
-    operator.scan_all(f"{PREFIX}:*", add)
+    operator.scan(f"{PREFIX}:", add)
     holdings = []
     for each in sorted(chunks.keys() | facts.keys()):
         last_ms = latest_ms.get(each, math.inf)
@@ -224,7 +241,7 @@ def _purge(operator: Operator, namespaces: Sequence[str]) -> int:
         removed["values"] += sum(each or 0 for each in _of_each(connection, b"UNLINK", names))
 
     for namespace in namespaces:
-        operator.scan_all(f"{namespace_prefix(namespace)}*", remove, only_ours=False)
+        operator.scan(namespace_prefix(namespace), remove, only_ours=False)
     return removed["values"]
 
 
@@ -242,53 +259,60 @@ def _collect(operator: Operator, wanted: Garbage) -> Collected:
         raise ConfigError("namespace", None, remedy)
     elif not wanted.dry_run:
         _purge(operator, [meant.namespace])
-    summary = f"{counted(total['chunks'], 'chunk')}, {human_bytes(total['bytes'])}"
-    if total["undated"]:
-        summary += (
-            f"; {total['undated']} chunks stay: they live longer than ttl_s, so their age is "
-            "unknown; give the ttl_s of the engines with -o"
-        )
-    figures = {
-        "dry_run": wanted.dry_run,
-        "removed": total["chunks"],
-        "freed_bytes": total["bytes"],
-        "undated": total["undated"],
-    }
-    return Collected(summary, figures)
+    undated = total["undated"]
+    why = (
+        f"; {undated} chunks stay: they live longer than ttl_s, so their age is unknown; give the "
+        "ttl_s of the engines with -o"
+    )
+    return _collected(total, wanted, why if undated else "", undated=undated)
+
+
+def _collected(total: Counter[str], wanted: Garbage, why: str, **more: int) -> Collected:
+    summary = f"{counted(total['chunks'], 'chunk')}, {human_bytes(total['bytes'])}{why}"
+    figures = {"removed": total["chunks"], "freed_bytes": total["bytes"]}
+    return Collected(summary, {"dry_run": wanted.dry_run} | figures | more)
+
+
+def _remove(
+    operator: Operator,
+    front: str,
+    choose: Callable[[Connection, list[bytes]], Sequence[bytes]],
+    *,
+    dry_run: bool,
+) -> Counter[str]:
+    """Remove the chosen chunks of those whose names begin so; count ``chunks`` and ``bytes``."""
+    total = Counter[str]()
+
+    def remove(connection: Connection, names: list[bytes]) -> None:
+        chosen = choose(connection, [name for name in names if not is_info(name)])
+        sizes = _of_each(connection, b"STRLEN", chosen)
+        removed = sizes if dry_run else _of_each(connection, b"UNLINK", chosen)
+        gone = [size or 0 for size, each in zip(sizes, removed, strict=True) if each]
+        total.update(chunks=len(gone), bytes=sum(gone))
+
+    operator.scan(front, remove)
+    return total
 
 
 def _erase(operator: Operator, tenant: bytes, wanted: Garbage) -> Collected:
     if wanted.unused_s is not None:
         remedy = "goes without --tenant on Redis, where chunks that are not used expire"
         raise ConfigError("older-than", f"{wanted.unused_s:g} s", remedy)
-    front, total = f"{PREFIX}:", Counter[str]()
+    front, unknown = f"{PREFIX}:", 0
     if wanted.namespace is not None:
         held = {each.namespace for each in _held(operator)}
         front = namespace_prefix(named(wanted.namespace, held))
 
-    def remove(connection: Connection, names: list[bytes]) -> None:
-        stored = [name for name in names if not is_info(name)]
-        headers = _headers(connection, stored)
+    def of_tenant(connection: Connection, names: list[bytes]) -> list[bytes]:
+        nonlocal unknown
+        headers = _headers(connection, names)
         verdicts = [is_of(header, tenant, operator.cipher) for header in headers]
-        total["unknown"] += verdicts.count(None)
-        mine = list(compress(stored, verdicts))
-        sizes = _of_each(connection, b"STRLEN", mine)
-        removed = sizes if wanted.dry_run else _of_each(connection, b"UNLINK", mine)
-        gone = [size or 0 for size, each in zip(sizes, removed, strict=True) if each]
-        total["chunks"] += len(gone)
-        total["bytes"] += sum(gone)
+        unknown += verdicts.count(None)
+        return list(compress(names, verdicts))
 
-    operator.scan_all(f"{front}*", remove)
-    summary = f"{counted(total['chunks'], 'chunk')}, {human_bytes(total['bytes'])}"
-    if unknown := total["unknown"]:
-        summary += f"; of {counted(unknown, 'further chunk')} it is not known whose they are"
-    figures = {
-        "dry_run": wanted.dry_run,
-        "removed": total["chunks"],
-        "freed_bytes": total["bytes"],
-        "unknown": unknown,
-    }
-    return Collected(summary, figures)
+    total = _remove(operator, front, of_tenant, dry_run=wanted.dry_run)
+    why = f"; of {counted(unknown, 'further chunk')} it is not known whose they are"
+    return _collected(total, wanted, why if unknown else "", unknown=unknown)
 
 
 def _headers(connection: Connection, names: Sequence[bytes]) -> list[Header | str]:
@@ -311,25 +335,21 @@ def _remove_unused(
     Returns:
         ``chunks`` and ``bytes`` removed, and chunks that stay because their age is unknown.
     """
-    ttl_s, total = operator.access.options.ttl_s, Counter[str]()
+    ttl_s, undated = operator.access.options.ttl_s, 0
     if age_s >= ttl_s:
         remedy = f"a chunk expires after ttl_s, {ttl_s:g} s, without use; if the engines"
         raise ConfigError("older-than", f"{age_s:g} s", f"{remedy} have another: -o ttl_s=...")
 
-    def remove_old(connection: Connection, names: list[bytes]) -> None:
-        stored = [name for name in names if not is_info(name)]
-        left = [each or 0 for each in _of_each(connection, b"PTTL", stored)]
-        total["undated"] += sum(each == _NO_EXPIRY or each > ttl_s * 1000 for each in left)
+    def unused(connection: Connection, names: list[bytes]) -> list[bytes]:
+        nonlocal undated
+        left = [each or 0 for each in _of_each(connection, b"PTTL", names)]
+        undated += sum(each == _NO_EXPIRY or each > ttl_s * 1000 for each in left)
         newest_ms = (ttl_s - age_s) * 1000
-        old = [name for name, ms in zip(stored, left, strict=True) if 0 <= ms <= newest_ms]
-        sizes = _of_each(connection, b"STRLEN", old)
-        removed = sizes if dry_run else _of_each(connection, b"UNLINK", old)
-        gone = [size or 0 for size, each in zip(sizes, removed, strict=True) if each]
-        total["chunks"] += len(gone)
-        total["bytes"] += sum(gone)
+        return [name for name, ms in zip(names, left, strict=True) if 0 <= ms <= newest_ms]
 
     front = f"{PREFIX}:" if namespace is None else namespace_prefix(namespace)
-    operator.scan_all(f"{front}*", remove_old)
+    total = _remove(operator, front, unused, dry_run=dry_run)
+    total["undated"] = undated
     return total
 
 
@@ -353,19 +373,16 @@ def _verify(operator: Operator, wanted: Check) -> Verified:
 def _values(operator: Operator) -> list[StoredValue]:
     """Return the chunks on all servers."""
     found: list[StoredValue] = []
-    for address in masters(operator.access):
 
-        def add(connection: Connection, names: list[bytes], address: Address = address) -> None:
-            stored = [name for name in names if not is_info(name)]
-            sizes = _of_each(connection, b"STRLEN", stored)
-            found.extend(
-                StoredValue(address, name, size or 0)
-                for name, size in zip(stored, sizes, strict=True)
-            )
-            if len(found) > _MOST_VALUES:
-                raise ConnectionError(f"{address}: more than {_MOST_VALUES} chunks")
+    def add(connection: Connection, names: list[bytes]) -> None:
+        stored, address = [name for name in names if not is_info(name)], connection.address
+        sizes = _of_each(connection, b"STRLEN", stored)
+        pairs = zip(stored, sizes, strict=True)
+        found.extend(StoredValue(address, name, size or 0) for name, size in pairs)
+        if len(found) > _MOST_VALUES:
+            raise ConnectionError(f"{address}: more than {_MOST_VALUES} chunks")
 
-        operator.scan(address, f"{PREFIX}:*", add)
+    operator.scan(f"{PREFIX}:", add)
     return found
 
 

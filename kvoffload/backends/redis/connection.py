@@ -60,6 +60,8 @@ class Connection:
 
     def __init__(self, timeout_s: float, floor_bytes: int = 1) -> None:
         self.reader = ReplyReader(self)
+        self.address = Address("", 0)
+        """Where it was opened to."""
         self.lost = ""
         """Why the connection ended; empty while it is open."""
         self._timeout_s, self._floor_bytes = timeout_s, max(1, floor_bytes)
@@ -91,7 +93,7 @@ class Connection:
         Commands have the same deadline, until :meth:`opened`. ``check_ip`` raises OSError for an IP
         address to which the address must not lead.
         """
-        self._deadline = deadline
+        self.address, self._deadline = address, deadline
         failure: OSError | None = None
         for family, target in _resolve(address, deadline):
             try:
