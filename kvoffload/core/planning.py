@@ -275,8 +275,7 @@ def unify_kv_cache_configs(configs: Sequence[KVCacheConfig]) -> list[KVCacheConf
     """Make the workers' plans agree, so that one block manager serves them all.
 
     Args:
-        configs: one a worker. Layer names may differ (pipeline stages); groups must correspond, as
-            :func:`kvoffload.core.workers.get_kv_cache_configs` makes them.
+        configs: one a worker; groups must correspond. Layer names may differ (pipeline stages).
 
     Returns:
         The plans, each with the smallest worker's number of blocks and tensors cut to it.
@@ -291,8 +290,8 @@ def unify_kv_cache_configs(configs: Sequence[KVCacheConfig]) -> list[KVCacheConf
         mine, theirs = _group_forms(config), _group_forms(first)
         if mine != theirs:
             raise KVCacheSpecError(
-                f"worker {rank} has KV cache groups {mine}, worker 0 has {theirs}: plan all "
-                "workers together with kvoffload.core.workers.get_kv_cache_configs()"
+                f"worker {rank} has KV cache groups {mine}, worker 0 has {theirs}: give "
+                "all workers the same groups"
             )
     num_blocks = min(config.num_blocks for config in configs)
     return [_with_blocks(config, num_blocks) for config in configs]
