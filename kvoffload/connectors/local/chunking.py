@@ -15,7 +15,7 @@ import numpy as np
 from kvoffload.config import OffloadConfig
 from kvoffload.connectors.chunk_size import choose_chunk_size
 from kvoffload.core.groups import Group, MambaGroup, make_group
-from kvoffload.core.interface import KVCacheConfig
+from kvoffload.core.interface import KVCacheConfig, KVCacheSpec
 from kvoffload.errors import ConfigError
 from kvoffload.identity import LABEL, Fact
 from kvoffload.messages import BlockIds, CanonicalKVCaches, OffloadKey, make_offload_key
@@ -27,25 +27,7 @@ NULL_BLOCK = 0
 """Stands in block tables where a group needs no block; never stored or loaded."""
 
 
-class _Everything:
-    """The kind of a cache that has one full-attention group, and no further description."""
-
-    prefix_closed = True
-    findable = True
-
-    def __init__(self, block_size: int) -> None:
-        self.block_size = block_size
-        self.hashes_per_block = 1
-
-    def first_needed(self, num_computed_tokens: int) -> int:
-        """Return 0: every block is needed."""
-        return 0
-
-
-Kind = Group | _Everything
-
-
-def kinds_of_groups(hash_block_size: int, config: KVCacheConfig | None) -> list[Kind]:
+def kinds_of_groups(hash_block_size: int, config: KVCacheConfig | None) -> list[Group]:
     """Return what each KV cache group needs.
 
     Args:
@@ -53,14 +35,14 @@ def kinds_of_groups(hash_block_size: int, config: KVCacheConfig | None) -> list[
         config: of the cache; None for one group of full attention.
     """
     if config is None:
-        return [_Everything(hash_block_size)]
+        return [Group(0, KVCacheSpec(hash_block_size), hash_block_size)]
     return [
         make_group(i, group.kv_cache_spec, hash_block_size)
         for i, group in enumerate(config.kv_cache_groups)
     ]
 
 
-def choose_blocks_per_chunk(kinds: Sequence[Kind], kv_caches: CanonicalKVCaches) -> int:
+def choose_blocks_per_chunk(kinds: Sequence[Group], kv_caches: CanonicalKVCaches) -> int:
     """Choose the number of blocks in a chunk by the KV cache, and log it with its reason.
 
     A chunk of recurrent states is one block whatever the number is; see :class:`ChunkGroup`.
@@ -73,7 +55,7 @@ def choose_blocks_per_chunk(kinds: Sequence[Kind], kv_caches: CanonicalKVCaches)
     return chosen.num_blocks
 
 
-def _is_cut(kind: Kind) -> bool:
+def _is_cut(kind: Group) -> bool:
     """Whether chunks of a group are as many blocks as the settings say, or fewer."""
     return kind.findable and not isinstance(kind, MambaGroup)
 
@@ -97,7 +79,7 @@ class ChunkGroup:
         per_chunk: blocks in a chunk of the settings; fewer where that would never be whole.
     """
 
-    def __init__(self, index: int, kind: Kind, per_chunk: int) -> None:
+    def __init__(self, index: int, kind: Group, per_chunk: int) -> None:
         self.index = index
         self.kind = kind
         self.block_size = kind.block_size
@@ -159,7 +141,7 @@ class ChunkGroups:
         per_chunk: blocks in a chunk.
     """
 
-    def __init__(self, kinds: Sequence[Kind], per_chunk: int) -> None:
+    def __init__(self, kinds: Sequence[Group], per_chunk: int) -> None:
         self.all = [ChunkGroup(i, kind, per_chunk) for i, kind in enumerate(kinds)]
         self.offloaded = [group for group in self.all if group.offloaded]
         # Full attention first: what it lacks, nothing else can make up for.

@@ -4,15 +4,16 @@ from collections.abc import Iterable, Sequence
 from operator import index
 from typing import SupportsIndex
 
-from kvoffload.connectors.local.chunking import BlockTables, ChunkGroups, Keys, Kind, Piece
+from kvoffload.connectors.local.chunking import BlockTables, ChunkGroups, Keys, Piece
 from kvoffload.connectors.offload_requests import OffloadRequest
+from kvoffload.core.groups import Group
 from kvoffload.errors import ConfigError, UsageError
 from kvoffload.messages import CanonicalKVCaches
 
 _NUMBERS = "must be the numbers of blocks, as [1, 2, 3]; not a list a group, not a mask"
 
 
-def check_caches(kv_caches: CanonicalKVCaches, kinds: Sequence[Kind]) -> None:
+def check_caches(kv_caches: CanonicalKVCaches, kinds: Sequence[Group]) -> None:
     """Raise ConfigError unless tensors are there for each KV cache group."""
     given = len(kv_caches.group_data_refs)
     if given != len(kinds):
