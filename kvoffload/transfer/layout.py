@@ -88,6 +88,14 @@ class Moves(LoadStoreSpec):
         return self.take(self.chunks[1] == group_idx)
 
 
+def joined(parts: Sequence[Moves]) -> Moves:
+    """Return the chunks of several transfers as those of one."""
+    starts = np.cumsum([0, *(len(part.block_ids) for part in parts[:-1])])
+    chunks = np.concatenate([part.chunks for part in parts], axis=1)
+    chunks[3] += np.repeat(starts, [len(part) for part in parts])
+    return Moves(chunks, np.concatenate([part.block_ids for part in parts]))
+
+
 class ChunkLayout:
     """Sizes and regions of chunks, for each KV cache group.
 
@@ -133,6 +141,18 @@ class ChunkLayout:
         Raises:
             ValueError: the blocks do not make up exactly that many chunks.
         """
+        moves = self.cut(gpu)
+        if len(moves) != len(host_slots):
+            raise ValueError(
+                f"{len(gpu.block_ids)} blocks in groups of {gpu.group_sizes} from index "
+                f"{gpu.block_indices} are not {len(host_slots)} chunks of "
+                f"{' or '.join(map(str, dict.fromkeys(self.per_chunk)))} blocks"
+            )
+        moves.chunks[0] = host_slots
+        return moves
+
+    def cut(self, gpu: GPULoadStoreSpec) -> Moves:
+        """Do the same where the slots come later: each is -1, which no transfer takes."""
         cuts = [
             (group_idx, size, index % per_chunk, per_chunk)
             for group_idx, (size, index, per_chunk) in enumerate(
@@ -141,14 +161,7 @@ class ChunkLayout:
             if size
         ]
         counts = [-(-(first + size) // per_chunk) for _, size, first, per_chunk in cuts]
-        if sum(counts) != len(host_slots):
-            raise ValueError(
-                f"{len(gpu.block_ids)} blocks in groups of {gpu.group_sizes} from index "
-                f"{gpu.block_indices} are not {len(host_slots)} chunks of "
-                f"{' or '.join(map(str, dict.fromkeys(self.per_chunk)))} blocks"
-            )
-        chunks = np.empty((5, len(host_slots)), np.int64)
-        chunks[0] = host_slots
+        chunks = np.full((5, sum(counts)), -1, np.int64)
         start = at = 0
         for (group_idx, size, first, per_chunk), count in zip(cuts, counts, strict=True):
             mine = chunks[1:, at : at + count]

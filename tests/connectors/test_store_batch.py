@@ -7,26 +7,24 @@ import pytest
 
 from kvoffload.connectors.vllm.kv_caches import BatchedStore, StoreBatch
 from kvoffload.connectors.vllm.quiet_steps import KnownLookups
-from kvoffload.messages import GPULoadStoreSpec, TransferResult
+from kvoffload.messages import TransferResult
+from kvoffload.transfer.layout import Moves
 
 
 def store(rng, job_id, counts, per_chunk, numbers):
     """Make a store of so many chunks of each group; return it and its chunks in order."""
-    blocks, slots, chunks = [], [], []
+    blocks, rows, chunks = [], [], []
     for group, count in enumerate(counts):
         for _ in range(count):
             taken = [next(numbers) for _ in range(per_chunk)]
             chunks.append((group, tuple(taken), slot := rng.randrange(1 << 20)))
+            rows.append((slot, group, 0, len(blocks), per_chunk))
             blocks += taken
-            slots.append(slot)
-    sizes = [count * per_chunk for count in counts]
-    # Where a store begins in its request matters no more: its chunks are whole.
-    indices = [per_chunk * rng.randrange(4) for _ in counts]
     whole = [True] * len(chunks)
     for _ in range(rng.randrange(3)):  # parts of chunks, which the transfer leaves out
         whole.insert(rng.randrange(len(whole) + 1), False)
-    spec = GPULoadStoreSpec(blocks, sizes, indices)
-    return BatchedStore(job_id, spec, np.array(slots), whole), chunks
+    moves = Moves(np.array(rows, np.int64).reshape(-1, 5).T, np.array(blocks, np.int32))
+    return BatchedStore(job_id, moves, whole), chunks
 
 
 @pytest.mark.parametrize("per_chunk", [1, 4])
@@ -41,17 +39,11 @@ def test_every_chunk_keeps_blocks_slot_and_answer(per_chunk, num_groups):
         made = [one for one in made if one[1]]
         if not made:
             continue
-        batch = StoreBatch([one for one, _ in made], per_chunk)
+        batch = StoreBatch([one for one, _ in made])
         gpu, host = batch.spec
-        assert gpu.block_indices == (0,) * num_groups
-        found, start = [], 0
-        blocks = gpu.block_ids.tolist()
-        for group, size in enumerate(gpu.group_sizes):
-            for at in range(start, start + size, per_chunk):
-                found.append((group, tuple(blocks[at : at + per_chunk])))
-            start += size
         slots = host.host_slots.tolist()
-        moved = [(*chunk, slot) for chunk, slot in zip(found, slots, strict=True)]
+        assert [move.host_slot for move in gpu] == slots
+        moved = [(each.group_idx, tuple(each.block_ids.tolist()), each.host_slot) for each in gpu]
         assert sorted(moved) == sorted(chunk for _, chunks in made for chunk in chunks)
         good = [rng.random() < 0.5 for _ in moved]
         result = TransferResult(batch.job_id, tuple(good), True, 64 * len(moved), 0.5, "copy_error")

@@ -18,7 +18,6 @@ import torch
 
 from kvoffload.messages import (
     BackendLoadStoreSpec,
-    BlockIds,
     CanonicalKVCacheRef,
     CanonicalKVCaches,
     CanonicalKVCacheTensor,
@@ -28,6 +27,7 @@ from kvoffload.messages import (
     TransferResult,
     TransferSpec,
 )
+from kvoffload.transfer.layout import ChunkLayout, Moves, joined
 
 # ---- Of the GPU ----
 
@@ -65,69 +65,19 @@ def layers_of_groups(
     }
 
 
-class GpuEnd:
-    """The GPU end of a job. Its blocks are cut into chunks where a load has failed, and not before.
+def cut(theirs: Any, group_ids: Sequence[int], layout: ChunkLayout) -> Moves:
+    """Cut the GPU end of a job into chunks; the first and the last of a group may be parts.
 
     Args:
         theirs: vLLM's ``GPULoadStoreSpec``.
         group_ids: the ids of the groups it lists, ascending.
-        blocks_per_chunk: blocks that make up a whole chunk.
+        layout: of a chunk.
     """
-
-    def __init__(self, theirs: Any, group_ids: Sequence[int], blocks_per_chunk: int) -> None:
-        self._block_ids = theirs.block_ids
-        self._groups = list(zip(group_ids, theirs.group_sizes, theirs.block_indices, strict=True))
-        self._num_groups = max(group_ids) + 1
-        self._per_chunk = blocks_per_chunk
-        self.num_chunks = sum(self._chunks(size, index) for _, size, index in self._groups)
-
-    @property
-    def chunks(self) -> list[tuple[int, tuple[int, ...]]]:
-        """For each chunk, its group's id and its blocks; the first of a group may be a part."""
-        chunks: list[tuple[int, tuple[int, ...]]] = []
-        blocks = self._block_ids.tolist()
-        start = 0
-        for group_id, size, index in self._groups:
-            end = start + size
-            room = self._per_chunk - index % self._per_chunk
-            while start < end:
-                count = min(room, end - start)
-                chunks.append((group_id, tuple(blocks[start : start + count])))
-                start += count
-                room = self._per_chunk
-        return chunks
-
-    def leading(self, num_chunks: int) -> GPULoadStoreSpec:
-        """Return the first chunks as one end of a transfer."""
-        sizes, indices = [0] * self._num_groups, [0] * self._num_groups
-        pieces = []
-        start = 0
-        for group_id, size, index in self._groups:
-            room = max(0, num_chunks * self._per_chunk - index % self._per_chunk)
-            taken = min(size, room)
-            num_chunks -= self._chunks(taken, index)
-            sizes[group_id], indices[group_id] = taken, index
-            pieces.append(self._block_ids[start : start + taken])
-            start += size
-        return GPULoadStoreSpec(np.concatenate(pieces), sizes, indices)
-
-    def whole(self) -> tuple[GPULoadStoreSpec, tuple[bool, ...]]:
-        """Return the whole chunks as one end of a transfer, and which of all chunks are whole."""
-        sizes, indices = [0] * self._num_groups, [0] * self._num_groups
-        pieces, whole = [], []
-        start = 0
-        for group_id, size, index in self._groups:
-            skipped = min(size, -index % self._per_chunk)
-            count = (size - skipped) // self._per_chunk
-            sizes[group_id], indices[group_id] = count * self._per_chunk, index + skipped
-            pieces.append(self._block_ids[start + skipped :][: sizes[group_id]])
-            whole += [False] * bool(skipped) + [True] * count
-            whole += [False] * (self._chunks(size, index) - bool(skipped) - count)
-            start += size
-        return GPULoadStoreSpec(np.concatenate(pieces), sizes, indices), tuple(whole)
-
-    def _chunks(self, size: int, index: int) -> int:
-        return -(-(index % self._per_chunk + size) // self._per_chunk) if size else 0
+    sizes, indices = [0] * (max(group_ids) + 1), [0] * (max(group_ids) + 1)
+    listed = zip(group_ids, theirs.group_sizes, theirs.block_indices, strict=True)
+    for group_id, size, index in listed:
+        sizes[group_id], indices[group_id] = size, index
+    return layout.cut(GPULoadStoreSpec(theirs.block_ids, sizes, indices))
 
 
 # ---- Stores of a step ----
@@ -140,9 +90,8 @@ class BatchedStore(NamedTuple):
     """A store of the whole chunks of a job, as a part of a batch."""
 
     job_id: int
-    blocks: GPULoadStoreSpec
-    host_slots: BlockIds
-    """One a whole chunk, in the order of the blocks."""
+    moves: Moves
+    """The whole chunks, each with its host slot."""
     whole: Sequence[bool]
     """For each chunk of the job, whether it is whole."""
 
@@ -152,39 +101,21 @@ class StoreBatch:
 
     Args:
         stores: at least one; the transfer has the job id of the first.
-        blocks_per_chunk: blocks that make up a chunk.
     """
 
-    def __init__(self, stores: Sequence[BatchedStore], blocks_per_chunk: int) -> None:
+    def __init__(self, stores: Sequence[BatchedStore]) -> None:
         self.job_id = stores[0].job_id
         self.job_ids = [store.job_id for store in stores]
-        self._whole = [store.whole for store in stores]
-        self._places: list[list[int]] = [[] for _ in stores]
-        """For each store, the positions of its chunks in the transfer."""
-        blocks: list[BlockIds] = []
-        slots: list[BlockIds] = []
-        sizes = []
-        self.num_chunks = 0
-        taken = [0] * len(stores)
-        # A transfer lists group after group.
-        for group in range(len(stores[0].blocks.group_sizes)):
-            sizes.append(sum(store.blocks.group_sizes[group] for store in stores))
-            for i, store in enumerate(stores):
-                size, start = store.blocks.group_sizes[group], taken[i]
-                taken[i] += size
-                first, last = start // blocks_per_chunk, taken[i] // blocks_per_chunk
-                blocks.append(store.blocks.block_ids[start : taken[i]])
-                slots.append(store.host_slots[first:last])
-                self._places[i] += range(self.num_chunks, self.num_chunks + last - first)
-                self.num_chunks += last - first
-        target = CPULoadStoreSpec(np.concatenate(slots))
-        self.spec: TransferSpec = GPULoadStoreSpec(np.concatenate(blocks), sizes), target
+        self._stores = stores
+        moves = joined([store.moves for store in stores])
+        self.num_chunks = len(moves)
+        self.spec: TransferSpec = moves, CPULoadStoreSpec(moves.host_slots)
 
     def results(self, result: TransferResult) -> Iterator[TransferResult]:
         """Return each store's part of the transfer's result."""
-        for job_id, places, whole in zip(self.job_ids, self._places, self._whole, strict=True):
-            num_bytes = result.transfer_bytes * len(places) // self.num_chunks
-            answers = (result.ok[place] for place in places)
+        answers = iter(result.ok)
+        for job_id, moves, whole in self._stores:
+            num_bytes = result.transfer_bytes * len(moves) // self.num_chunks
             ok = tuple(is_whole and next(answers) for is_whole in whole)
             reason = result.reason or ("" if all(whole) else PARTIAL_CHUNK)
             yield replace(result, job_id=job_id, ok=ok, reason=reason, transfer_bytes=num_bytes)

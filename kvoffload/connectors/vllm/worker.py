@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import (
     get_offloading_group_ids,
 )
@@ -25,10 +24,10 @@ from kvoffload.connectors.vllm.fingerprint import resolve_facts
 from kvoffload.connectors.vllm.kv_caches import (
     PARTIAL_CHUNK,
     BatchedStore,
-    GpuEnd,
     SharedWrites,
     StoreBatch,
     canonical,
+    cut,
     layers_of_groups,
 )
 from kvoffload.connectors.vllm.rank_tiers import WorkerPresence
@@ -41,7 +40,7 @@ from kvoffload.metrics.endpoint import MetricsServer, serve_metrics
 from kvoffload.metrics.names import EVENTS
 from kvoffload.metrics.samples import packed
 from kvoffload.transfer.engine import TransferEngine
-from kvoffload.transfer.layout import ChunkLayout
+from kvoffload.transfer.layout import ChunkLayout, Moves
 
 COUNTERS_PERIOD_S = 0.5
 """How often a report has this rank's figures: a step may take only 2 ms."""
@@ -52,7 +51,7 @@ class _Load:
     """A load in flight: its request, and the blocks that it fills."""
 
     req_id: str
-    end: GpuEnd
+    moves: Moves
     is_synchronous: bool
     void: bool = False
     """A reset came in between: whatever arrives is not to be used."""
@@ -98,6 +97,8 @@ class KVOffloadWorker(OffloadingConnectorWorker):  # type: ignore[misc]  # untyp
         self._spec: TieredOffloadingSpec | None = None
         self._transfers: TransferEngine
         """Set by :meth:`_init_worker`."""
+        self._layout: ChunkLayout
+        """Set by :meth:`_init_worker`."""
         self._metrics: MetricsServer | None = None
         self._info: WorkerInfo
         """Set by :meth:`_init_worker`."""
@@ -116,7 +117,7 @@ class KVOffloadWorker(OffloadingConnectorWorker):  # type: ignore[misc]  # untyp
             ConfigError: a setting cannot work, or bytes do not come back as they were stored.
         """
         ours = canonical(kv_caches, self._group_ids)
-        layout = ChunkLayout(ours, blocks_of(self.settings))
+        self._layout = layout = ChunkLayout(ours, blocks_of(self.settings))
         # vLLM says so of tensor parallel ranks of one host alone.
         is_replicated = self.spec.config.replicated_layout
         facts = resolve_facts(
@@ -243,11 +244,13 @@ class KVOffloadWorker(OffloadingConnectorWorker):  # type: ignore[misc]  # untyp
             self._spec.io.expects(metadata.returns)
         self._submit_stores()
         for job_id, job in metadata.load_jobs.items():
-            end = GpuEnd(job.dst_spec, self._group_ids, blocks_of(self.settings))
-            num_chunks = len(job.src_spec.host_slots)
+            every, slots = cut(job.dst_spec, self._group_ids, self._layout), job.src_spec.host_slots
             sync = is_synchronous(job)
-            self._loads[job_id] = _Load(job.req_id, end, sync, void=self._has_old_chunks)
-            self._transfers.submit(job_id, (job.src_spec, end.leading(num_chunks)), num_chunks)
+            self._loads[job_id] = _Load(job.req_id, every, sync, void=self._has_old_chunks)
+            moves = every.take(slice(len(slots)))
+            if len(moves) == len(slots):  # else the engine refuses it
+                moves.chunks[0] = slots
+            self._transfers.submit(job_id, (job.src_spec, moves), len(slots))
             if sync:
                 self._transfers.wait([job_id])
         for job_id, read in metadata.early_reads.items():
@@ -275,16 +278,16 @@ class KVOffloadWorker(OffloadingConnectorWorker):  # type: ignore[misc]  # untyp
         self._unsubmitted_store_jobs.clear()
         stores = []
         for job_id, source, target in waiting:
-            end = GpuEnd(source, self._group_ids, blocks_of(self.settings))
-            blocks, whole = end.whole()
-            slots = target.host_slots
-            if any(whole) and len(whole) == len(slots):
-                stores.append(BatchedStore(job_id, blocks, slots[np.array(whole)], whole))
+            moves, slots = cut(source, self._group_ids, self._layout), target.host_slots
+            whole = moves.chunks[4] == blocks_of(self.settings)
+            if whole.any() and len(moves) == len(slots):
+                moves.chunks[0] = slots
+                stores.append(BatchedStore(job_id, moves.take(whole), whole.tolist()))
             else:
                 bad = (False,) * len(slots)
                 self._store_ended(TransferResult(job_id, bad, reason=PARTIAL_CHUNK))
         if stores:
-            batch = StoreBatch(stores, blocks_of(self.settings))
+            batch = StoreBatch(stores)
             self._stores[batch.job_id] = batch
             self._transfers.submit(batch.job_id, batch.spec, batch.num_chunks)
 
@@ -326,12 +329,12 @@ class KVOffloadWorker(OffloadingConnectorWorker):  # type: ignore[misc]  # untyp
         stats = self._report.transfer_stats.load
         stats.record(result.transfer_bytes, result.transfer_time_s)
         ok = () if load.void else result.ok
-        arrived = all(ok) and len(ok) >= load.end.num_chunks
+        arrived = all(ok) and len(ok) >= len(load.moves)
         bad = [
             block
-            for i, (_, blocks) in enumerate(() if arrived else load.end.chunks)
+            for i, move in enumerate(() if arrived else load.moves)
             if i >= len(ok) or not ok[i]
-            for block in blocks
+            for block in move.block_ids.tolist()
         ]
         if bad:
             self._transfers.figures.counter(EVENTS)["recomputed_blocks"] += len(bad)

@@ -17,54 +17,59 @@ from vllm.v1.kv_offload.base import (
     GPULoadStoreSpec,
 )
 
-from kvoffload import registry
+from kvoffload import messages, registry
 from kvoffload.backends.memory import MemoryBackend
 from kvoffload.connectors import builder
 from kvoffload.connectors.builder import TieredOffloadingSpec
-from kvoffload.connectors.vllm.kv_caches import GpuEnd, canonical
+from kvoffload.connectors.vllm.kv_caches import canonical, cut
 from kvoffload.connectors.vllm.self_test import check_tiers
 from kvoffload.connectors.vllm.start import read_settings
 from kvoffload.errors import ConfigError
 from kvoffload.testing.faults import FaultyBackend, Plan
 from kvoffload.transfer.cuda.stream_copier import StreamCopier
 from kvoffload.transfer.cuda.torch_device import CudaDevice
+from kvoffload.transfer.layout import ChunkLayout
 
 
-def gpu_end(blocks, sizes, indices, group_ids, per_chunk):
+def chunks_of(blocks, sizes, indices, group_ids, per_chunk):
+    """Return the group, the blocks and whether it is whole, of each chunk of a GPU end."""
     theirs = GPULoadStoreSpec(blocks, group_sizes=sizes, block_indices=indices)
-    return GpuEnd(theirs, group_ids, per_chunk)
+    moves = cut(theirs, group_ids, ChunkLayout(caches(max(group_ids) + 1), per_chunk))
+    whole = (moves.chunks[4] == per_chunk).tolist()
+    made = [(move.group_idx, move.block_ids.tolist()) for move in moves]
+    return [(*chunk, flag) for chunk, flag in zip(made, whole, strict=True)]
+
+
+def caches(num_groups):
+    tensor = torch.zeros(16, 64, dtype=torch.int8)
+    refs = tuple((messages.CanonicalKVCacheRef(0, 64),) for _ in range(num_groups))
+    return messages.CanonicalKVCaches((messages.CanonicalKVCacheTensor(tensor, 64),), refs)
 
 
 def test_the_gpu_end_is_cut_into_chunks_the_first_of_a_group_may_be_a_part():
-    end = gpu_end([7, 8, 9, 1, 2], [3, 2], [1, 0], [0, 2], per_chunk=2)
-    assert end.chunks == [(0, (7,)), (0, (8, 9)), (2, (1, 2))]
-    part = end.leading(2)
-    assert part.block_ids.tolist() == [7, 8, 9]
-    assert part.group_sizes == (3, 0, 0)
-    assert part.block_indices == (1, 0, 0)
+    found = chunks_of([7, 8, 9, 1, 2], [3, 2], [1, 0], [0, 2], per_chunk=2)
+    assert found == [(0, [7], False), (0, [8, 9], True), (2, [1, 2], True)]
 
 
 @pytest.mark.parametrize(
     ("sizes", "indices", "blocks", "whole"),
     [
-        ([3, 2], [1, 0], [2, 3, 4, 5], (False, True, True)),
-        ([3, 2], [0, 1], [1, 2], (True, False, False, False)),
-        ([1, 4], [1, 2], [2, 3, 4, 5], (False, True, True)),
-        ([1, 0], [2, 0], [], (False,)),
-        ([0, 1], [0, 3], [], (False,)),
+        ([3, 2], [1, 0], [2, 3, 4, 5], [False, True, True]),
+        ([3, 2], [0, 1], [1, 2], [True, False, False, False]),
+        ([1, 4], [1, 2], [2, 3, 4, 5], [False, True, True]),
+        ([1, 0], [2, 0], [], [False]),
+        ([0, 1], [0, 3], [], [False]),
     ],
 )
 def test_the_whole_chunks_of_a_gpu_end(sizes, indices, blocks, whole):
-    end = gpu_end(list(range(1, 1 + sum(sizes))), sizes, indices, [0, 2], per_chunk=2)
-    part, flags = end.whole()
-    assert (part.block_ids.tolist(), flags) == (blocks, whole)
-    assert not any(each % 2 for each in (*part.group_sizes, *part.block_indices))
-    assert len(flags) == end.num_chunks
+    found = chunks_of(list(range(1, 1 + sum(sizes))), sizes, indices, [0, 2], per_chunk=2)
+    assert [flag for *_, flag in found] == whole
+    assert [block for _, chunk, flag in found if flag for block in chunk] == blocks
 
 
 def test_block_ids_travel_as_plain_numbers():
-    end = gpu_end(np.array([3, 4]).tolist(), [2], [0], [0], per_chunk=1)
-    assert all(type(block) is int for _, blocks in end.chunks for block in blocks)
+    found = chunks_of(np.array([3, 4]).tolist(), [2], [0], [0], per_chunk=1)
+    assert all(type(block) is int for _, blocks, _ in found for block in blocks)
 
 
 def test_groups_that_are_not_offloaded_keep_their_place():

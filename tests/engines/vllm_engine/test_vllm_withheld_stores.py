@@ -11,14 +11,15 @@ pytest.importorskip("vllm.version", reason="vLLM is not installed; see make test
 
 from benchmarks.vllm_parts.halves import BLOCK
 from kvoffload.connectors.vllm.connector import with_settings
-from kvoffload.connectors.vllm.kv_caches import GpuEnd
+from kvoffload.connectors.vllm.kv_caches import cut
 from kvoffload.connectors.vllm.start import read_settings
 from kvoffload.connectors.vllm.withheld_stores import (
     bar_computing,
     skip_holed_chunks,
     without_barred,
 )
-from kvoffload.messages import make_offload_key
+from kvoffload.messages import CanonicalKVCacheRef, CanonicalKVCaches, make_offload_key
+from kvoffload.transfer.layout import ChunkLayout
 
 some = types.SimpleNamespace
 
@@ -55,9 +56,9 @@ def test_what_is_left_is_cut_into_whole_chunks():
     (first, chunk), *others = listed
     assert not others
     theirs = some(block_ids=np.array(chunk), group_sizes=[4], block_indices=[first])
-    end, whole = GpuEnd(theirs, [0], 4).whole()
-    assert end.block_ids.tolist() == [20, 21, 22, 23]
-    assert whole == (True,)
+    caches = CanonicalKVCaches((), ((CanonicalKVCacheRef(0, 64),),))
+    (move,) = cut(theirs, [0], ChunkLayout(caches, 4))
+    assert move.block_ids.tolist() == [20, 21, 22, 23]
 
 
 def test_vllm_reads_what_the_environment_sets(monkeypatch):

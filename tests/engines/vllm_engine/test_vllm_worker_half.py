@@ -29,6 +29,7 @@ from kvoffload.messages import (
 )
 from kvoffload.testing.faults import FaultyBackend, Plan
 from kvoffload.transfer.cpu.copier import CpuCopier
+from kvoffload.transfer.layout import ChunkLayout
 
 PAGE = 4096
 KEY = make_offload_key(b"k" * 32, 0)
@@ -83,6 +84,7 @@ def half(monkeypatch):
     made = KVOffloadWorker(spec, settings, vllm_config, config)
     made._spec = TieredOffloadingSpec(settings, 2 * PAGE, {"test": "worker"})
     made._transfers = made._spec.open_engine(caches)
+    made._layout = ChunkLayout(caches, 2)
     made._tiers = made._spec.tiers
     made._info = WorkerInfo(16, 2 * PAGE, {})
     yield made
