@@ -23,7 +23,7 @@ from kvoffload.connectors.vllm import engine_weights, fingerprint
 from kvoffload.connectors.vllm import harmless_fields as harmless
 from kvoffload.connectors.vllm.fingerprint import (
     ELSEWHERE,
-    HARMLESS_ELSEWHERE,
+    HARMLESS_OF_KERNELS,
     is_fact,
     length_fact,
     long_rope,
@@ -31,6 +31,7 @@ from kvoffload.connectors.vllm.fingerprint import (
 )
 from kvoffload.errors import ConfigError
 from kvoffload.identity import namespace
+from tests.engines.vllm_engine import read_elsewhere
 from tests.engines.vllm_engine.configs import config_of, facts_of
 
 KNOWN_FACTS = frozenset((Path(__file__).parent / "known_facts.txt").read_text().split())
@@ -462,9 +463,10 @@ def test_variables_that_vllm_reads_elsewhere_are_sorted():
         for name in READ_ELSEWHERE.findall(file.read_text(errors="replace"))
     } - envs.environment_variables.keys()
     assert len(found) > 50
-    unsorted = {name for name in found if not is_fact(name) and name not in HARMLESS_ELSEWHERE}
-    assert not unsorted
-    assert not ELSEWHERE & HARMLESS_ELSEWHERE
+    harmless = HARMLESS_OF_KERNELS | read_elsewhere.HARMLESS
+    assert not {name for name in found if not is_fact(name)} - harmless
+    assert not ELSEWHERE & harmless
+    assert not any(map(is_fact, harmless))
 
 
 def test_a_variable_of_a_kernel_is_a_fact_where_it_is_set(model, monkeypatch):
