@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 from typing import IO
 
-from kvoffload.demo.engine_process import DemoError, module_path
+from kvoffload.demo.engine_process import DemoError
 
 STARTED_S = 60.0
 LOOK_S = 0.1
@@ -38,7 +38,11 @@ class SharedServer:
         settings.write_text(json.dumps({"socket": self.path, "memory": memory}))
         words = [sys.executable, "-m", "kvoffload", "serve", "--config", str(settings)]
         ready = f"{self._folder.name}/ready"
-        environment = {**os.environ, "PYTHONPATH": module_path(), "NOTIFY_SOCKET": ready}
+        environment = {
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(sys.path),
+            "NOTIFY_SOCKET": ready,
+        }
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as told:
             told.bind(ready)
             told.settimeout(LOOK_S)

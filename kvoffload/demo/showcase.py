@@ -84,8 +84,9 @@ def run(options: DemoOptions, progress: Progress = lambda what, done: None) -> d
     folder = tempfile.mkdtemp(prefix="kv-cache-", dir=options.out)
     settings = _engine_settings(options, shape, talks)
     offload = _offload_settings(settings, len(talks), folder)
+    (options.out / "engine.log").unlink(missing_ok=True)
     try:
-        with (options.out / "engine.log").open("w") as log:
+        with (options.out / "engine.log").open("a") as log:  # of all processes
 
             def engine(settings: dict[str, Any]) -> EngineProcess:
                 return EngineProcess(settings, options.threads, log)

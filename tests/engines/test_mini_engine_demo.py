@@ -84,7 +84,7 @@ def test_an_engine_that_dies_between_two_prompts_is_named(tmp_path):
     settings = {"max_model_len": 512}
     with open(tmp_path / "engine.log", "w") as log, EngineProcess(settings, 1, log) as engine:
         engine._child.kill()
-        engine._child.wait()
+        engine._child.join()
         with pytest.raises(DemoError, match="an engine process ended"):
             engine.serve([1] * 10, {"max_tokens": 1})
 
