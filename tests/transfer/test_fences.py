@@ -7,7 +7,6 @@ import time
 import pytest
 
 from kvoffload.transfer.base import CopyFence
-from kvoffload.transfer.cpu.copier import DoneFence
 from kvoffload.transfer.cuda.fences import EngineFence, StreamFence, Timing
 
 
@@ -59,11 +58,6 @@ def test_a_wait_for_the_engine_ends_as_soon_as_it_is_there():
     assert EngineFence(event).wait(60.0)
     assert 0.04 <= time.monotonic() - began < 30
     timer.join()
-
-
-def test_on_a_cpu_there_is_nothing_to_wait_for():
-    fence = DoneFence()
-    assert (fence.done(), fence.wait(), fence.wait(0.0), fence.error) == (True, True, True, None)
 
 
 def test_a_thread_reaches_a_fence_with_the_time_of_its_copies():

@@ -15,7 +15,8 @@ import pytest
 
 from kvoffload.connectors.local import LocalConnector
 from kvoffload.offload.base import StoreJob
-from kvoffload.transfer.cpu.copier import CpuCopier, DoneFence
+from kvoffload.transfer.base import CopyFence
+from kvoffload.transfer.cpu.copier import CpuCopier
 from kvoffload.transfer.engine import EngineJob
 
 BLOCK_SIZE, BLOCKS_A_REQUEST, NUM_BLOCKS, NUM_SLOTS = 4, 3, 12, 8
@@ -250,7 +251,9 @@ def test_blocks_of_a_preempted_load_that_nobody_waits_for_are_written_by_two(
 
 
 def test_without_a_fence_on_the_engines_stream_copies_come_before_compute(walk, monkeypatch):
-    monkeypatch.setattr(CpuCopier, "record_fence", lambda _: DoneFence())
+    done = CopyFence()
+    done.reach()
+    monkeypatch.setattr(CpuCopier, "record_fence", lambda _: done)
     assert walk(UNTIL_WRONG).wrong
 
 

@@ -14,7 +14,8 @@ from kvoffload.messages import (
     StagedLoadStoreSpec,
     make_offload_key,
 )
-from kvoffload.transfer.cpu.copier import CpuCopier, DoneFence
+from kvoffload.transfer.base import CopyFence
+from kvoffload.transfer.cpu.copier import CpuCopier
 from kvoffload.transfer.cuda.stream_copier import StreamCopier
 from kvoffload.transfer.engine import TransferEngine
 from tests.support.interleavings import small_parts
@@ -27,7 +28,7 @@ READ_S = 0.05
 KEYS = tuple(make_offload_key(hashlib.sha256(bytes([i])).digest(), 0) for i in range(2))
 
 
-class SlowFence(DoneFence):
+class SlowFence(CopyFence):
     """The end of a forward pass that takes its time."""
 
     def wait(self, timeout_s=None):
