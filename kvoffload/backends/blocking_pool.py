@@ -284,6 +284,11 @@ class _Batch:
 
 async def run_once(work: Callable[..., T], *args: Any) -> T:
     """Do one blocking call on a daemon thread of its own, for rare work off the hot path."""
+    return await asyncio.wrap_future(begin_once(work, *args))
+
+
+def begin_once(work: Callable[..., T], *args: Any) -> Future[T]:
+    """Begin one blocking call on a daemon thread of its own, and return its future."""
     future: Future[T] = Future()
 
     def perform() -> None:
@@ -294,7 +299,7 @@ async def run_once(work: Callable[..., T], *args: Any) -> T:
                 future.set_exception(error)
 
     start_once(perform)
-    return await asyncio.wrap_future(future)
+    return future
 
 
 def start_once(work: Callable[[], None]) -> None:

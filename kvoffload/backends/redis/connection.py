@@ -13,10 +13,9 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from typing import Any, NamedTuple, TypeVar
 
-from kvoffload.backends.blocking_pool import start_once
+from kvoffload.backends.blocking_pool import begin_once
 from kvoffload.backends.redis.resp import ProtocolError, Reply, ReplyReader, encode
 
 _TLS_BYTES = 64 << 10
@@ -295,16 +294,7 @@ def _resolve(address: Address, deadline: float) -> list[tuple[int, Any]]:
         family = socket.AF_INET if version == 4 else socket.AF_INET6
         return [(family, (address.host, address.port))]
     # On a thread of its own, because a name lookup may hang far beyond the deadline.
-    found: Future[list[Any]] = Future()
-
-    def look_up() -> None:
-        try:
-            found.set_result(
-                socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)
-            )
-        except BaseException as error:
-            found.set_exception(error)
-
-    start_once(look_up)
+    given = address.host, address.port, socket.AF_UNSPEC, socket.SOCK_STREAM
+    found = begin_once(socket.getaddrinfo, *given)
     left_s = max(_LEAST_S, deadline - time.monotonic())
     return [(family, target) for family, _, _, _, target in found.result(left_s)]

@@ -15,7 +15,8 @@ from typing import Any
 from kvoffload.backends.redis.connection import Address
 from kvoffload.backends.redis.handshake import CommandRefused, connected
 from kvoffload.backends.redis.options import Access
-from kvoffload.backends.redis.resp import Reply, ServerError, encode, printable
+from kvoffload.backends.redis.resp import MAX_TEXT, Reply, ServerError, encode
+from kvoffload.facts import escaped
 
 REFRESH_EVERY_S = 0.5
 """Shortest time between two questions to the same servers."""
@@ -37,9 +38,9 @@ def key_slot(tag: bytes) -> int:
 def parse_address(host: str, port: str) -> Address:
     """Check an address that a server names."""
     if not _HOST.fullmatch(host):
-        raise ValueError(f"not a host: {printable(host)}")
+        raise ValueError(f"not a host: {escaped(host, MAX_TEXT)}")
     if not (port.isascii() and port.isdecimal() and len(port) <= 5 and 0 < int(port) < 65536):
-        raise ValueError(f"not a port: {printable(port)}")
+        raise ValueError(f"not a port: {escaped(port, MAX_TEXT)}")
     return Address(host, int(port))
 
 
@@ -157,7 +158,7 @@ class SentinelResolver:
                 answers.append(f"{sentinel}: {str(error) or type(error).__name__}")
                 cause = cause or error
                 continue
-            known = printable(str(sorted(masters)[:_SHOWN_SERVICES]))
+            known = escaped(sorted(masters)[:_SHOWN_SERVICES], MAX_TEXT)
             verb = "counts it as down" if target.service in masters else f"knows only {known}"
             answers.append(f"{sentinel} {verb}")
         text = f"no Sentinel names a master {target.service!r}: {'; '.join(answers)}"

@@ -14,9 +14,10 @@ from kvoffload.backends.redis.connection import Address, Connection, Lost
 from kvoffload.backends.redis.discovery import ask, masters
 from kvoffload.backends.redis.handshake import CommandRefused, expect, info_of
 from kvoffload.backends.redis.options import Access
-from kvoffload.backends.redis.resp import ServerError, printable
+from kvoffload.backends.redis.resp import ServerError
 from kvoffload.config import human_bytes
 from kvoffload.errors import HIDDEN, ConfigError
+from kvoffload.facts import escaped
 
 OLDEST = (6, 2)
 """The first version with GETEX, which reads a chunk and prolongs its life in one command."""
@@ -222,7 +223,7 @@ def _explain(error: BaseException, access: Access) -> Finding:
         with contextlib.suppress(ConfigError):
             if len(secret := password()) >= _HIDE_CHARS:
                 text = text.replace(secret, HIDDEN)
-    return Finding(check, "failed", printable(text, _DETAIL_CHARS), remedy)
+    return Finding(check, "failed", escaped(text, _DETAIL_CHARS), remedy)
 
 
 def _by_answer(causes: Sequence[BaseException], access: Access) -> tuple[str, str] | None:

@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from enum import Enum
 from typing import Any, NamedTuple, Protocol
 
+from kvoffload.facts import escaped
+
 SCRATCH_BYTES = 64 << 10
 """Size of the buffer for everything but chunks. A short reply is never larger."""
 MAX_LINE_BYTES = 4 << 10
@@ -39,27 +41,19 @@ KNOWN_CODES = frozenset({
 OTHER = "OTHER"
 
 
-def printable(text: str, limit: int = MAX_TEXT) -> str:
-    """Return a server's text as one bounded line for logs, with control characters escaped."""
-    short = text if len(text) <= limit else f"{text[:limit]}…"
-    if short.isprintable():
-        return short
-    return "".join(c if c.isprintable() else f"\\x{ord(c):02x}" for c in short)
-
-
 class ServerError(NamedTuple):
     """An error reply. It is a value, not an exception, because the connection is still in step."""
 
     code: str
     """The first word if :data:`KNOWN_CODES` has it, else :data:`OTHER`."""
     text: str
-    """The server's text, made :func:`printable`."""
+    """The server's text, made :func:`~kvoffload.facts.escaped`."""
 
     @classmethod
     def parse(cls, text: bytes) -> "ServerError":
         line = text.decode("utf-8", "replace")
         code = line.partition(" ")[0]
-        return cls(code if code in KNOWN_CODES else OTHER, printable(line))
+        return cls(code if code in KNOWN_CODES else OTHER, escaped(line, MAX_TEXT))
 
 
 class Filled(Enum):
