@@ -23,7 +23,6 @@ from kvoffload.replay.study import (
     parse_counts,
     parse_tiers,
     study,
-    study_tiers,
     total_work,
 )
 from kvoffload.replay.trace import Trace, from_timed, read_trace
@@ -97,14 +96,10 @@ def command(
             _describe(loaded)
             show_loops(found)
         return
-    if tiers:
-        parts = parse_tiers(tiers)
-        with progress_bar(total_work(loaded, len(names), None)) as step:
-            rows = study_tiers(loaded, names, parts, step)
-    else:
-        counts = parse_counts(sizes, "sizes") or default_sizes(loaded)
-        with progress_bar(total_work(loaded, len(names), len(counts))) as step:
-            rows = study(loaded, names, counts, step)
+    stacks = [parse_tiers(tiers)] if tiers else []
+    stacks = stacks or [{"": n} for n in parse_counts(sizes, "sizes") or default_sizes(loaded)]
+    with progress_bar(total_work(loaded, len(names), len(stacks))) as step:
+        rows = study(loaded, names, stacks, step)
     if plot is not None:
         from kvoffload.replay.plot import plot as draw
 

@@ -57,17 +57,6 @@ class Hits:
         return self.blocks / self.accesses if self.accesses else 0.0
 
 
-@dataclass
-class Level:
-    """One tier of a replay of several, nearest first."""
-
-    name: str
-    capacity: int
-    policy: Policy
-    prefix: float = 0
-    """Blocks of contiguous prefixes that came from here."""
-
-
 def _reported(requests: Sequence[Keys], progress: Progress | None) -> Iterator[Keys]:
     """Hand out the requests, telling ``progress``."""
     if progress is None:
@@ -82,13 +71,16 @@ def _reported(requests: Sequence[Keys], progress: Progress | None) -> Iterator[K
             since = 0
 
 
-class _Store:
-    """The blocks of a level, ordered by its policy as the manager does it."""
+class Level:
+    """One tier of a replay of several: its blocks, ordered by its policy as the manager does it."""
 
-    def __init__(self, level: Level) -> None:
+    def __init__(self, name: str, capacity: int, policy: Policy) -> None:
+        self.name = name
         self.held: set[bytes] = set()
-        self._policy = level.policy
-        self._capacity = level.capacity
+        self.prefix: float = 0
+        """Blocks of contiguous prefixes that came from here."""
+        self._capacity = capacity
+        self._policy = policy
 
     def serve(self, keys: Sequence[bytes], loaded: Sequence[bytes]) -> None:
         """Use blocks of a request, of which some are loaded from here; store those that are new."""
@@ -140,30 +132,30 @@ def replay_levels(
     """Use a chain of stores; every block stored is written to all of them.
 
     A level counts a use only of the blocks that were read from it, since a hit above never asks
-    below. What is read from below is put into every level above. ``levels`` receive their counts.
+    below. What is read from below is put into every level above. ``levels``, nearest first and new,
+    receive their counts.
     """
     found = Hits()
-    stores = [_Store(level) for level in levels]
-    missing = len(stores)
+    missing = len(levels)
     for request in _reported(requests, progress):
-        sources = [_source(key, stores) for key in request]
+        sources = [_source(key, levels) for key in request]
         prefix = _leading(source < missing for source in sources)
         found.count(request, prefix, [source < missing for source in sources], weights)
-        for at, (level, store) in enumerate(zip(levels, stores, strict=True)):
+        for at, level in enumerate(levels):
             asked = [key for key, source in zip(request, sources, strict=True) if source >= at]
             heads = zip(request[:prefix], sources, strict=False)
             loaded = [key for key, source in heads if source == at]
             level.prefix += sum(weights.get(key, 1) for key in loaded) if weights else len(loaded)
-            store.serve(asked, loaded)
+            level.serve(asked, loaded)
     return found
 
 
-def _source(key: bytes, stores: Sequence[_Store]) -> int:
-    """Return the number of the first store that holds a block; that of no store if none does."""
-    for at, store in enumerate(stores):
-        if key in store.held:
+def _source(key: bytes, levels: Sequence[Level]) -> int:
+    """Return the number of the first level that holds a block; that of no level if none does."""
+    for at, level in enumerate(levels):
+        if key in level.held:
             return at
-    return len(stores)
+    return len(levels)
 
 
 def _leading(found: Iterable[bool]) -> int:

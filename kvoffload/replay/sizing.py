@@ -42,7 +42,7 @@ def curve(trace: Trace, policy: str, progress: Progress | None = None) -> list[P
         ConfigError: no such policy.
     """
     return [
-        (size, study_one(trace, policy, size, progress).hits.prefix_rate)
+        (size, study_one(trace, policy, {"": size}, progress).hits.prefix_rate)
         for size in curve_sizes(trace)
     ]
 

@@ -1,17 +1,19 @@
 """One trace, several policies and sizes: the numbers behind a table or a plot."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any
 
 from kvoffload.errors import ConfigError
 from kvoffload.registry import POLICIES, load
-from kvoffload.replay.simulate import Hits, Level, Progress, belady, infinite, replay, replay_levels
+from kvoffload.replay.simulate import Hits, Level, Progress, belady, infinite, replay_levels
 from kvoffload.replay.trace import Trace
 
 BELADY = "belady"
 INFINITE = "infinite"
+Stack = Mapping[str, int]
+"""Names and capacities of tiers, nearest first; a single store has no name."""
 
 
 @dataclass(frozen=True)
@@ -88,23 +90,20 @@ def _scaled(capacity: int, trace: Trace) -> int:
     return max(1, round(capacity * trace.sample))
 
 
-def _policy(name: str, field: str) -> Callable[[int], Any]:
-    made: Callable[[int], Any] = load(POLICIES, name, field)
-    return made
-
-
 def study(
     trace: Trace,
     policies: Iterable[str],
-    sizes: Sequence[int],
+    stacks: Sequence[Stack],
     progress: Progress | None = None,
 ) -> list[Row]:
-    """Replay every policy at every size, then Belady's bound, then the infinite store.
+    """Replay every policy on every stack, then Belady's bound, then the infinite store.
+
+    The bound is that of one store as large as all tiers of a stack together: they hold no more.
 
     Args:
         trace: what to replay.
         policies: names in the ``kvoffload.policies`` entry-point group.
-        sizes: capacities in blocks of the whole trace; scaled if the trace is a sample.
+        stacks: tiers that have the same policy.
         progress: told of blocks used, of :func:`total_work` in all.
 
     Raises:
@@ -112,52 +111,29 @@ def study(
     """
     names = list(dict.fromkeys(policies))
     for name in names:
-        _policy(name, "policies")  # a wrong name is to be told now, not after minutes of replaying
-    rows = [study_one(trace, name, size, progress) for name in names for size in sizes]
-    bounds = [_bound(trace, size, progress) for size in sizes]
+        load(POLICIES, name, "policies")  # told now, not after minutes of replaying
+    rows = [study_one(trace, name, stack, progress) for name in names for stack in stacks]
+    bounds = [_bound(trace, sum(stack.values()), progress) for stack in stacks]
     return [*rows, *bounds, _everything(trace)]
 
 
-def study_one(trace: Trace, policy: str, size: int, progress: Progress | None = None) -> Row:
-    """Replay one policy at one size.
+def study_one(trace: Trace, policy: str, stack: Stack, progress: Progress | None = None) -> Row:
+    """Replay one policy on one stack.
 
     Raises:
         ConfigError: no such policy.
     """
-    start, capacity = perf_counter(), _scaled(size, trace)
-    made = _policy(policy, "policy")(capacity)
-    hits = replay(trace.requests, made, capacity, progress, trace.weights)
-    return Row(policy, size, hits, perf_counter() - start)
+    start, make = perf_counter(), load(POLICIES, policy, "policy")
+    sized = {name: _scaled(size, trace) for name, size in stack.items()}
+    levels = [Level(name, capacity, make(capacity)) for name, capacity in sized.items()]
+    hits = replay_levels(trace.requests, levels, progress, trace.weights)
+    shares = {each.name: round(each.prefix / hits.accesses, 6) for each in levels if each.name}
+    return Row(policy, sum(stack.values()), hits, perf_counter() - start, shares)
 
 
-def study_tiers(
-    trace: Trace,
-    policies: Iterable[str],
-    tiers: dict[str, int],
-    progress: Progress | None = None,
-) -> list[Row]:
-    """Replay a chain of tiers, all with the same policy; one row a policy, then the bounds.
-
-    Belady's bound is that of one store as large as all tiers together: they hold no more.
-
-    Raises:
-        ConfigError: no such policy.
-    """
-    makers = {name: _policy(name, "policies") for name in policies}
-    rows: list[Row] = []
-    for policy, make in makers.items():
-        start = perf_counter()
-        sized = {name: _scaled(size, trace) for name, size in tiers.items()}
-        levels = [Level(name, capacity, make(capacity)) for name, capacity in sized.items()]
-        hits = replay_levels(trace.requests, levels, progress, trace.weights)
-        shares = {level.name: round(level.prefix / hits.accesses, 6) for level in levels}
-        rows.append(Row(policy, sum(tiers.values()), hits, perf_counter() - start, shares))
-    return [*rows, _bound(trace, sum(tiers.values()), progress), _everything(trace)]
-
-
-def total_work(trace: Trace, policies: int, sizes: int | None) -> int:
-    """Blocks that a study will use; ``sizes`` is None for a study of tiers."""
-    return trace.accesses * (policies + 1) * (1 if sizes is None else sizes)
+def total_work(trace: Trace, policies: int, stacks: int) -> int:
+    """Blocks that a study will use."""
+    return trace.accesses * (policies + 1) * stacks
 
 
 def _bound(trace: Trace, size: int, progress: Progress | None) -> Row:

@@ -41,10 +41,10 @@ def peak_bytes(do):
 def test_reading_and_replaying_a_folder_takes_few_bytes_an_access(folder):
     def run():
         trace = read_trace(folder)
-        rows = study(sampled(trace, 0.5), ["lru"], [200])
+        rows = study(sampled(trace, 0.5), ["lru"], [{"": 200}])
         return trace.accesses, rows
 
-    study(read_trace(folder), ["lru"], [200])  # imports and caches are no part of it
+    study(read_trace(folder), ["lru"], [{"": 200}])  # imports and caches are no part of it
     peak, (accesses, rows) = peak_bytes(run)
     assert accesses == ACCESSES
     assert rows[0].hits.prefix > 0

@@ -5,7 +5,7 @@ import pytest
 from kvoffload.errors import ConfigError
 from kvoffload.replay.sample import sampled
 from kvoffload.replay.simulate import infinite
-from kvoffload.replay.study import study, study_tiers
+from kvoffload.replay.study import study
 from kvoffload.replay.synthetic import WORKLOADS, SyntheticOptions, generate
 from kvoffload.replay.trace import from_ids
 
@@ -20,7 +20,7 @@ def test_a_fifth_of_the_blocks_estimates_lru_within_two_points(name):
     some = sampled(trace, 0.2)
     assert some.distinct == pytest.approx(0.2 * trace.distinct, rel=0.02)
     sizes = [1000, 3000, 10_000]
-    whole, part = (study(each, ["lru"], sizes) for each in (trace, some))
+    whole, part = (study(each, ["lru"], [{"": size} for size in sizes]) for each in (trace, some))
     for one, other in zip(whole, part, strict=True):
         if one.policy == "lru":
             assert other.hits.prefix_rate == pytest.approx(one.hits.prefix_rate, abs=0.02)
@@ -43,7 +43,7 @@ def test_a_block_that_all_requests_share_is_in_every_sample_and_counts_once():
 def test_tiers_of_a_sample_are_weighted_alike():
     trace = workload("tenants")
     whole, part = (
-        study_tiers(each, ["lru"], {"cpu": 2000, "disk": 6000})[0]
+        study(each, ["lru"], [{"cpu": 2000, "disk": 6000}])[0]
         for each in (trace, sampled(trace, 0.2))
     )
     for tier in ("cpu", "disk"):
