@@ -42,7 +42,7 @@ class CopyFence:
 
     def wait(self, timeout_s: float | None = None) -> bool:
         with self._changed:
-            return self._changed.wait_for(lambda: self._is_reached, timeout_s)
+            return self._is_reached or self._changed.wait_for(self.done, timeout_s)
 
     @property
     def copy_time_s(self) -> float:
