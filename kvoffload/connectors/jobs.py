@@ -1,9 +1,11 @@
 """Jobs in flight, from their order to the answer of the last rank."""
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
+from operator import and_
 
 from kvoffload.connectors.spans import Spans
+from kvoffload.messages import TransferResult
 from kvoffload.offload.base import Job, LoadJob, Manager, StoreJob
 
 
@@ -57,29 +59,13 @@ class JobTable(dict[int, Job]):
             job.stale = True
         return len(stores)
 
-    def answer(
-        self,
-        job_id: int,
-        ok: tuple[bool, ...],
-        reason: str = "",
-        *,
-        ranks: int = 1,
-        unsettled: int = 0,
-        seconds: float = 0.0,
-    ) -> Job | None:
-        """Add the answer of some ranks; return the job if it was the last one.
+    def answer(self, result: TransferResult) -> Job | None:
+        """Add a rank's answer; return the job if it was the last one.
 
         An answer that fits no job is counted and changes nothing else. One of the wrong length
         fails all chunks of its job.
-
-        Args:
-            job_id: of the job.
-            ok: for each chunk, whether its transfer succeeded on all these ranks.
-            reason: why chunks failed.
-            ranks: how many ranks answer.
-            unsettled: ranks on which a late transfer may still touch the job's host slots.
-            seconds: the transfer's own time, on the slowest of these ranks.
         """
+        job_id, ok = result.job_id, result.ok
         job = self.get(job_id)
         if job is None:
             self._manager.unexpected(f"job {job_id}")
@@ -87,11 +73,11 @@ class JobTable(dict[int, Job]):
         if len(ok) != len(job.keys):
             self._manager.unexpected(f"{len(ok)} chunks of job {job_id}")
             ok = (False,) * len(job.keys)
-        job.ok = well_on_both(job.ok, ok) if job.ranks else ok
-        job.reason = reason or job.reason
-        job.seconds = max(job.seconds, seconds)
-        job.ranks_unsettled += unsettled
-        job.ranks += ranks
+        job.ok = tuple(map(and_, job.ok, ok)) if job.ranks else ok
+        job.reason = result.reason or job.reason
+        job.seconds = max(job.seconds, result.transfer_time_s)
+        job.ranks_unsettled += not result.settled
+        job.ranks += 1
         if job.ranks < self._num_ranks:
             return None
         del self[job_id]
@@ -110,21 +96,12 @@ class JobTable(dict[int, Job]):
             self.unsettled[job_id] = job
         return job
 
-    def settle(self, job_id: int, ranks: int = 1) -> None:
-        """Note ranks on which nothing touches a job's host slots any more."""
+    def settle(self, job_id: int) -> None:
+        """Note a rank on which nothing touches a job's host slots any more."""
         job = self.get(job_id) or self.unsettled.get(job_id)
         if job is None:
             return
-        job.ranks_unsettled -= ranks
+        job.ranks_unsettled -= 1
         if job_id in self.unsettled and job.ranks_unsettled <= 0:
             del self.unsettled[job_id]
             self._manager.release_slots(job.unsettled_slots(job.ok), job.id)
-
-
-def well_on_both(first: Sequence[bool] | None, second: tuple[bool, ...]) -> tuple[bool, ...]:
-    """Join two ranks' answers on the chunks of a job; those of different lengths fit no job."""
-    if first is None:
-        return second
-    if len(first) != len(second):
-        return ()
-    return tuple(a and b for a, b in zip(first, second, strict=True))

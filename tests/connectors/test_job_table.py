@@ -4,7 +4,7 @@ import pytest
 from manager_parts import Store, keys, new_manager, put
 
 from kvoffload.connectors.jobs import JobTable
-from kvoffload.messages import make_offload_key
+from kvoffload.messages import TransferResult, make_offload_key
 from kvoffload.offload.host_cache import HostCache
 from kvoffload.offload.manager import TieredOffloadingManager
 from kvoffload.policies.lru import LRUPolicy
@@ -25,11 +25,16 @@ def store(manager, ranks, keys=KEYS):
     return jobs
 
 
+def answer(jobs, job_id, ok, reason="", settled=True):
+    return jobs.answer(TransferResult(job_id, ok, settled, reason=reason))
+
+
 def test_a_chunk_is_good_only_if_it_is_good_on_every_rank(manager):
     jobs = store(manager, 3)
-    assert jobs.answer(ID, (True, True, False)) is None
+    assert answer(jobs, ID, (True, True, False)) is None
     assert manager.lookup(KEYS[0]) is False
-    ended = jobs.answer(ID, (True, False, True), "deadline", ranks=2)
+    assert answer(jobs, ID, (True, False, True), "deadline") is None
+    ended = answer(jobs, ID, (True, True, True))
     assert ended.ok == (True, False, False)
     assert (ended.reason, ended.stale, len(jobs)) == ("deadline", False, 0)
     assert [manager.lookup(key) for key in KEYS] == [True, False, False]
@@ -38,9 +43,9 @@ def test_a_chunk_is_good_only_if_it_is_good_on_every_rank(manager):
 
 def test_an_answer_to_a_job_that_has_ended_or_never_began_changes_nothing(manager):
     jobs = store(manager, 1)
-    assert jobs.answer(ID, (True,) * 3, ranks=2)  # of one rank more than there are
-    assert jobs.answer(ID, (False,) * 3) is None
-    assert jobs.answer(ID + 1, (False,) * 3, unsettled=1) is None
+    assert answer(jobs, ID, (True,) * 3)
+    assert answer(jobs, ID, (False,) * 3) is None
+    assert answer(jobs, ID + 1, (False,) * 3, settled=False) is None
     assert [manager.lookup(key) for key in KEYS] == [True] * 3
     assert (len(jobs), manager.busy_slots) == (0, 0)
 
@@ -48,9 +53,9 @@ def test_an_answer_to_a_job_that_has_ended_or_never_began_changes_nothing(manage
 def test_slots_of_failed_chunks_stay_out_of_use_until_all_ranks_are_settled(manager):
     jobs = store(manager, 3)
     for ok in ((True, False, False), (False, True, True)):
-        jobs.answer(ID, ok, unsettled=1)
+        answer(jobs, ID, ok, settled=False)
     jobs.settle(ID)  # one rank, before the last one answers
-    jobs.answer(ID, (False, False, True), unsettled=1)
+    answer(jobs, ID, (False, False, True), settled=False)
     assert manager.busy_slots == 3
     jobs.settle(ID)
     assert manager.busy_slots == 3
@@ -66,7 +71,7 @@ def test_all_slots_of_an_unsettled_write_through_stay_out_of_use():
     (transfer,) = manager.take_transfers()
     jobs = JobTable(manager)
     jobs.begin(transfer.id, transfer)
-    jobs.answer(transfer.id, (True, False), unsettled=1)
+    answer(jobs, transfer.id, (True, False), settled=False)
     assert manager.busy_slots == 2
     jobs.settle(transfer.id)
     assert manager.busy_slots == 0
@@ -76,7 +81,7 @@ def test_what_a_reset_overtook_ends_as_if_it_had_failed(manager):
     jobs = store(manager, 1)
     manager.reset_cache()
     jobs.mark_stale()
-    ended = jobs.answer(ID, (True, True, True))
+    ended = answer(jobs, ID, (True, True, True))
     assert (ended.ok, ended.stale) == ((False,) * 3, True)
     assert [manager.lookup(key) for key in KEYS] == [False] * 3
     assert manager.busy_slots == 0
@@ -89,12 +94,12 @@ def test_a_settled_job_that_is_unknown_is_harmless(manager):
 
 def test_an_answer_to_an_unknown_job_is_counted_and_changes_nothing(manager, caplog):
     jobs = store(manager, 1)
-    assert jobs.answer(ID + 1, (True, True, True)) is None
+    assert answer(jobs, ID + 1, (True, True, True)) is None
     assert "77" not in caplog.text
     assert "78" in caplog.text
     assert manager.counters["unexpected_completion"] == 1
-    jobs.answer(ID, (True, True, True))
-    assert jobs.answer(ID, (False, False, False)) is None  # the second time
+    answer(jobs, ID, (True, True, True))
+    assert answer(jobs, ID, (False, False, False)) is None  # the second time
     assert manager.counters["unexpected_completion"] == 2
     assert [manager.lookup(key) for key in KEYS] == [True] * 3
     manager.check()
@@ -102,8 +107,8 @@ def test_an_answer_to_an_unknown_job_is_counted_and_changes_nothing(manager, cap
 
 def test_an_answer_of_the_wrong_length_fails_all_chunks(manager):
     jobs = store(manager, 2)
-    jobs.answer(ID, (True, True))
-    ended = jobs.answer(ID, (True, True, True))
+    answer(jobs, ID, (True, True))
+    ended = answer(jobs, ID, (True, True, True))
     assert ended.ok == (False, False, False)
     assert manager.counters["unexpected_completion"] == 1
     assert [manager.lookup(key) for key in KEYS] == [False] * 3

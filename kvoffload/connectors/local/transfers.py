@@ -106,13 +106,7 @@ class Transfers:
         settled = self._worker.get_settled()
         for result in self._worker.get_finished():
             # The manager forgets failed chunks before the engine can look them up again.
-            job = self.jobs.answer(
-                result.job_id,
-                result.ok,
-                result.reason,
-                unsettled=int(not result.settled),
-                seconds=result.transfer_time_s,
-            )
+            job = self.jobs.answer(result)
             if isinstance(job, LoadJob):
                 self._outcomes.append(self._load_ended(job, result))
         for job_id in settled:

@@ -9,7 +9,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
 )
 
 from kvoffload.backends.base import Removal
-from kvoffload.connectors.jobs import JobTable, well_on_both
+from kvoffload.connectors.jobs import JobTable
 from kvoffload.connectors.vllm.kv_caches import Write
 from kvoffload.connectors.vllm.rank_tiers import IndexPart, PresenceQuery, PresenceReply
 from kvoffload.identity import Fact
@@ -85,18 +85,10 @@ class WorkerReport(OffloadingWorkerMetadata):  # type: ignore[misc]  # untyped b
     vLLM adds up the reports of several ranks in one step; the scheduler adds up over steps.
     """
 
-    ended: dict[int, int] = field(default_factory=dict)
-    """Job id → ranks that answered it."""
-    ok: dict[int, tuple[bool, ...]] = field(default_factory=dict)
-    """Job id → for each chunk, whether its transfer succeeded on every rank that answered."""
-    reasons: dict[int, str] = field(default_factory=dict)
-    """Job id → why chunks of it failed."""
-    seconds: dict[int, float] = field(default_factory=dict)
-    """Job id → the transfer's own time, on the slowest rank."""
-    unsettled: dict[int, int] = field(default_factory=dict)
-    """Job id → ranks on which a late transfer may still touch its host slots."""
-    settled: dict[int, int] = field(default_factory=dict)
-    """Job id → ranks on which that is over."""
+    ended: list[TransferResult] = field(default_factory=list)
+    """Each rank's answers to jobs."""
+    settled: list[int] = field(default_factory=list)
+    """Job ids, once for each rank on which a late transfer no more touches the host slots."""
     removals: dict[str, list[Removal]] = field(default_factory=dict)
     """Tier → chunks that it removed by itself."""
     presence: list[IndexPart] = field(default_factory=list)
@@ -111,16 +103,6 @@ class WorkerReport(OffloadingWorkerMetadata):  # type: ignore[misc]  # untyped b
     """Whether a rank's model has loaded weights that no order for a generation has followed."""
     figures: dict[int, bytes] = field(default_factory=dict)
     """Rank → what it has measured since its start (:mod:`kvoffload.metrics.samples`)."""
-
-    def add(self, result: TransferResult) -> None:
-        """Note this rank's answer to a job."""
-        self.ended[result.job_id] = 1
-        self.ok[result.job_id] = result.ok
-        self.seconds[result.job_id] = result.transfer_time_s
-        if result.reason:
-            self.reasons[result.job_id] = result.reason
-        if not result.settled:
-            self.unsettled[result.job_id] = 1
 
     @property
     def is_empty(self) -> bool:
@@ -145,18 +127,8 @@ class WorkerReport(OffloadingWorkerMetadata):  # type: ignore[misc]  # untyped b
         both = OffloadingWorkerMetadata.aggregate(self, other)
         report = WorkerReport(both.completed_jobs, both.transfer_stats)
         for source in (self, other):
-            for total, part in (
-                (report.ended, source.ended),
-                (report.unsettled, source.unsettled),
-                (report.settled, source.settled),
-            ):
-                for job_id, ranks in part.items():
-                    total[job_id] = total.get(job_id, 0) + ranks
-            for job_id, ok in source.ok.items():
-                report.ok[job_id] = well_on_both(report.ok.get(job_id), ok)
-            report.reasons.update(source.reasons)
-            for job_id, seconds in source.seconds.items():
-                report.seconds[job_id] = max(seconds, report.seconds.get(job_id, 0.0))
+            report.ended += source.ended
+            report.settled += source.settled
             for tier, removals in source.removals.items():
                 report.removals.setdefault(tier, []).extend(removals)
             report.presence += source.presence
@@ -170,17 +142,7 @@ class WorkerReport(OffloadingWorkerMetadata):  # type: ignore[misc]  # untyped b
     def answer(self, jobs: JobTable) -> list[Job]:
         """Add the report to the jobs in flight; return those that the last rank has answered."""
         # First: a job whose last answer is in this report then ends settled.
-        for job_id, ranks in self.settled.items():
-            jobs.settle(job_id, ranks)
-        ended = [
-            jobs.answer(
-                job_id,
-                self.ok[job_id],
-                self.reasons.get(job_id, ""),
-                ranks=ranks,
-                unsettled=self.unsettled.get(job_id, 0),
-                seconds=self.seconds.get(job_id, 0.0),
-            )
-            for job_id, ranks in self.ended.items()
-        ]
-        return [job for job in ended if job is not None]
+        for job_id in self.settled:
+            jobs.settle(job_id)
+        answered = map(jobs.answer, self.ended)
+        return [job for job in answered if job is not None]

@@ -307,14 +307,13 @@ class KVOffloadWorker(OffloadingConnectorWorker):  # type: ignore[misc]  # untyp
                     received.add(load.req_id)
             else:
                 self._end(result)  # write-through: no one in vLLM waits for it
-        for job_id in settled:
-            self._report.settled[job_id] = 1
+        self._report.settled += settled
         return set(), received
 
     def _end(self, result: TransferResult) -> None:
         """Note the end of a job."""
         result = self._writes.end(result)
-        self._report.add(result)
+        self._report.ended.append(result)
         if result.reason == PARTIAL_CHUNK:  # the engine counts other failures
             self._transfers.failures[PARTIAL_CHUNK] += result.ok.count(False)
 

@@ -82,14 +82,8 @@ def test_wishes_of_tiers_that_vllm_has_and_we_do_not_are_told_once_and_counted(c
 
 def report(job_id, ok, settled=True):
     made = WorkerReport()
-    made.add(TransferResult(job_id, ok, settled))
+    made.ended.append(TransferResult(job_id, ok, settled))
     return made
-
-
-def test_a_chunk_is_well_only_if_it_is_on_every_rank():
-    both = report(1, (True, True, False)).aggregate(report(1, (True, False, True)))
-    assert both.ok == {1: (True, False, False)}
-    assert both.ended == {1: 2}
 
 
 @pytest.fixture
@@ -130,7 +124,7 @@ def test_slots_stay_out_of_use_until_every_rank_has_let_go(manager):
     report(1, (False,), settled=False).aggregate(report(1, (True,))).answer(jobs)
     assert manager.busy_slots == 1
     later = WorkerReport()
-    later.settled[1] = 1
+    later.settled.append(1)
     later.answer(jobs)
     assert manager.busy_slots == 0
     manager.check()
@@ -149,7 +143,7 @@ def test_a_job_that_settles_with_its_last_answer_ends_settled():
     report(1, (True, True)).aggregate(report(1, (True, True))).answer(jobs)
     report(2, (False, False), settled=False).answer(jobs)
     last = report(2, (True, True))
-    last.settled[2] = 1
+    last.settled.append(2)
     last.answer(jobs)
     assert manager.busy_slots == 0
     # The chunks took their place in the order of the ended request: its tail leaves first.

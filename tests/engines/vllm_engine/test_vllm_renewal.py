@@ -67,7 +67,7 @@ def test_the_scheduler_goes_on_without_tiers(settings, break_storage, monkeypatc
     half._order_tier_jobs(orders)
     for job_id in orders.write_through:
         report = WorkerReport()
-        report.add(TransferResult(job_id, (True,)))
+        report.ended.append(TransferResult(job_id, (True,)))
         half.update_connector_output(types.SimpleNamespace(kv_connector_worker_meta=report))
     assert manager.lookup(KEYS[0])
 

@@ -73,7 +73,7 @@ def test_it_begins_when_as_many_workers_told_of_themselves_as_vllm_runs():
     assert half.adapter.manager is manager
     for done in (False, False, False, True):
         report = WorkerReport()
-        report.add(TransferResult(7, (True,)))
+        report.ended.append(TransferResult(7, (True,)))
         half._take_in(report)
         assert manager.lookup(KEYS[0]) is done
     half._take_in(report)  # of a job that has ended
@@ -109,7 +109,7 @@ def test_a_store_whose_blocks_are_written_before_the_flush_fails(
     half.build_connector_meta(output)
     for job_id in (7, 8, 9):
         report = WorkerReport()
-        report.add(TransferResult(job_id, (True,)))
+        report.ended.append(TransferResult(job_id, (True,)))
         half._take_in(report)
     # The second is not flushed; the third is a load, which reads no blocks.
     assert [manager.lookup(key) for key in KEYS[:3]] == [kept, True, True]
@@ -283,7 +283,7 @@ def test_a_chunk_that_left_in_the_step_of_its_write_is_absent(monkeypatch):
     half._order_tier_jobs(orders)
     (job_id,) = orders.write_through
     made = WorkerReport()
-    made.add(TransferResult(job_id, (True, True)))
+    made.ended.append(TransferResult(job_id, (True, True)))
     made.removals["disk"] = [Removal(KEYS[0], "evicted")]
     made.presence = [IndexPart(0, "disk", "", KEYS[1:2], KEYS[:1], **last)]
     half.update_connector_output(types.SimpleNamespace(kv_connector_worker_meta=made))

@@ -142,7 +142,7 @@ class Vllm:
         report = WorkerReport()
         for job_id in [*orders.load_jobs, *orders.store_jobs, *orders.write_through]:
             count = len(self.half._table[job_id].keys)
-            report.add(TransferResult(job_id, (True,) * count, True))
+            report.ended.append(TransferResult(job_id, (True,) * count, True))
             if job_id >= 0:
                 report.completed_jobs[job_id] = 1
         self.half.update_connector_output(KVConnectorOutput(kv_connector_worker_meta=report))

@@ -110,7 +110,8 @@ def test_a_part_of_a_chunk_keeps_no_other_chunk_from_being_stored(half, until):
     job = TransferJob(req_id="r", src_spec=source, dst_spec=CPULoadStoreSpec([4, 5, 6]))
     step(half, stores={7: job})
     report = until(lambda: step(half))
-    assert report.ok == {7: (True, False, True)}
+    (answer,) = report.ended
+    assert (answer.job_id, answer.ok) == (7, (True, False, True))
     assert half._transfers.failures["partial_chunk"] == 1
     rows = half._transfers._slab.rows
     assert rows[4].tolist() == [1] * PAGE + [2] * PAGE
@@ -123,7 +124,8 @@ def test_whole_chunks_are_stored_as_they_are(half, until):
     job = TransferJob(req_id="r", src_spec=source, dst_spec=CPULoadStoreSpec([4, 5]))
     step(half, stores={7: job})
     report = until(lambda: step(half))
-    assert (report.ok, report.reasons) == ({7: (True, True)}, {})
+    (answer,) = report.ended
+    assert (answer.job_id, answer.ok, answer.reason) == (7, (True, True), "")
     assert half._transfers._slab.rows[5].tolist() == [6] * PAGE + [7] * PAGE
 
 
@@ -131,7 +133,8 @@ def test_a_job_with_parts_of_chunks_alone_is_answered(half, until):
     source = GPULoadStoreSpec([1, 2], group_sizes=[1, 1], block_indices=[1, 4])
     job = TransferJob(req_id="r", src_spec=source, dst_spec=CPULoadStoreSpec([4, 5]))
     step(half, stores={7: job})
-    assert until(lambda: step(half)).ok == {7: (False, False)}
+    (answer,) = until(lambda: step(half)).ended
+    assert (answer.job_id, answer.ok) == (7, (False, False))
 
 
 def test_a_reset_does_not_wait_for_a_load_from_a_store_that_hangs(half):
@@ -186,7 +189,8 @@ def test_a_load_after_an_update_brings_nothing_until_the_order_for_a_generation(
         def is_ended():
             half.get_finished(set())
             reports.append(half.build_connector_worker_meta())
-            return any(report and job_id in report.ended for report in reports)
+            ended = (result for report in reports if report for result in report.ended)
+            return any(result.job_id == job_id for result in ended)
 
         until(is_ended)
         told = any(report and report.has_new_weights for report in reports)

@@ -122,9 +122,10 @@ def drive(workers, until):
         orders.write_through[-7] = host, target
         step(worker, orders)
     for worker in workers:
-        until(lambda worker=worker: worker.get_finished(set()) and -7 in worker._report.ok)
+        until(lambda each=worker: each.get_finished(set()) and len(each._report.ended) == 2)
         report = worker.build_connector_worker_meta()
-        assert report.ok == {1: (True,) * len(keys), -7: (True,) * len(keys)}
+        answers = {result.job_id: result.ok for result in report.ended}
+        assert answers == {1: (True,) * len(keys), -7: (True,) * len(keys)}
     first = workers[0].kv_cache_config.num_blocks // 2
     blocks = list(range(first, first + len(keys)))
     for worker in workers:
