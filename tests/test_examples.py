@@ -137,11 +137,14 @@ def test_the_quickstart_runs(run_python):
     assert "restored bytes are identical: True" in out
 
 
-def installed(example, folder):
-    """Install an example as its README says, without its dependencies; return its environment."""
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory):
+    """The environment of programs that find both plug-ins, installed as their READMEs say."""
+    folder = tmp_path_factory.mktemp("site")
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
-    here = ["--no-deps", "--no-build-isolation", "--target", str(folder), str(example)]
-    done = subprocess.run([*pip, *here], capture_output=True, text=True, timeout=240)
+    here = ["--no-deps", "--no-build-isolation", "--target", str(folder)]
+    examples = [str(ROOT / "examples" / name) for name in ("backend_plugin", "policies")]
+    done = subprocess.run([*pip, *here, *examples], capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
     return {**os.environ, "PYTHONPATH": os.pathsep.join([str(folder), str(ROOT)])}
 
@@ -159,22 +162,20 @@ asyncio.run(stored())
 """
 
 
-def test_a_third_party_backend_is_installed_and_passes_the_suite_it_inherits(tmp_path):
+def test_a_third_party_backend_is_installed_and_passes_the_suite_it_inherits(tmp_path, installed):
     plugin = ROOT / "examples/backend_plugin"
-    env = installed(plugin, tmp_path / "site")
     for words in (["-c", OPENED], ["-m", "pytest", "-q", "-c", "/dev/null", plugin / "tests"]):
         command = [sys.executable, "-P", *words]
         result = subprocess.run(
-            command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=240
+            command, cwd=tmp_path, env=installed, capture_output=True, text=True, timeout=240
         )
         assert result.returncode == 0, result.stdout + result.stderr
     assert " passed" in result.stdout
     assert len(list((tmp_path / "kv").glob("ns-namespace/*"))) == 1
 
 
-def test_replay_finds_the_policies_of_an_installed_package_by_their_names(tmp_path):
+def test_replay_finds_the_policies_of_an_installed_package_by_their_names(tmp_path, installed):
     example = ROOT / "examples/policies"
-    env = installed(example, tmp_path / "site")
     replay = "import sys; from kvoffload.cli.main import main; sys.argv[0] = 'kvoffload'; main()"
     asked = "replay --synthetic loop:seed=1,requests=200 --policies lru,lru2,s3fifo,fifo --sizes 50"
     for words in (
@@ -183,7 +184,7 @@ def test_replay_finds_the_policies_of_an_installed_package_by_their_names(tmp_pa
     ):
         command = [sys.executable, "-P", *words]
         done = subprocess.run(
-            command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=240
+            command, cwd=tmp_path, env=installed, capture_output=True, text=True, timeout=240
         )
         assert done.returncode == 0, done.stdout + done.stderr
         if "--json" in words:

@@ -375,7 +375,7 @@ def test_a_killed_redis_is_down_with_an_open_breaker_and_up_when_it_is_back(
     server = redis_server.RedisServer(tmp_path)
     up, breakers = 'kvoffload_tier_up{tier="redis"}', 'kvoffload_breakers_open{tier="redis"}'
     try:
-        connector, scraped = serving(backends=[{"type": "redis", "url": server.url}])
+        connector, scraped = serving(backends=[{"type": "redis", "url": server.url, **FAST}])
         until(lambda: scraped()[up] == 1)
 
         def is_down():

@@ -39,7 +39,7 @@ def test_every_bench_can_be_imported_or_says_what_it_needs(name):
 
 def test_each_row_has_its_limit_and_the_ratio_to_it(run, monkeypatch):
     copy = benchmark("copy")
-    small = copy.run(total_bytes=64 << 20)
+    small = copy.run(total_bytes=32 << 20)
     monkeypatch.setattr(copy, "run", lambda: small)
     result = run("copy", "--json")
     assert result.exit_code == 0, result.output

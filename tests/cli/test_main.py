@@ -6,15 +6,15 @@ import subprocess
 import sys
 
 import pytest
+from disk_commands import PROGRAM, kvoffload
 
 import kvoffload as package
 from kvoffload.cli.main import COMMANDS
 
 
-def kvoffload(*words, stdout=subprocess.PIPE, **env):
-    program = "import sys; sys.argv[0] = 'kvoffload'\nfrom kvoffload.cli.main import main; main()"
+def process(*words, stdout=subprocess.PIPE, **env):
     return subprocess.run(
-        [sys.executable, "-c", program, *words],
+        [sys.executable, "-c", PROGRAM, *words],
         stdout=stdout,
         stderr=subprocess.PIPE,
         text=True,
@@ -72,7 +72,7 @@ def test_help_has_a_short_form(words):
 )
 def test_a_shell_completes_commands_and_their_options(typed, completed):
     asked = {"COMP_WORDS": typed, "COMP_CWORD": str(len(typed.split()) - 1)}
-    result = kvoffload(_KVOFFLOAD_COMPLETE="complete_bash", **asked)
+    result = process(_KVOFFLOAD_COMPLETE="complete_bash", **asked)
     assert completed in result.stdout.split(), result
 
 
@@ -82,7 +82,7 @@ def test_a_full_disk_behind_the_output_is_one_sentence(tmp_path, options):
     trace = tmp_path / "t.jsonl"
     trace.write_text('{"hash_ids": [1, 2]}\n')
     with open("/dev/full", "w") as full:
-        result = kvoffload("replay", str(trace), "--sizes", "1", *options, stdout=full)
+        result = process("replay", str(trace), "--sizes", "1", *options, stdout=full)
     sentence = "kvoffload: the output cannot be written: No space left on device\n"
     assert (result.returncode, result.stderr) == (1, sentence)
 
@@ -90,7 +90,7 @@ def test_a_full_disk_behind_the_output_is_one_sentence(tmp_path, options):
 def test_a_closed_pipe_ends_a_command_silently():
     reading, writing = os.pipe()
     os.close(reading)
-    result = kvoffload("--version", stdout=writing)
+    result = process("--version", stdout=writing)
     os.close(writing)
     assert (result.returncode, result.stderr) == (1, "")
 
@@ -120,15 +120,15 @@ def test_a_terminal_of_the_c_locale_gets_ascii_though_python_writes_utf_8(
 ):
     for name in ("LC_ALL", "LC_CTYPE", "LANG", "PYTHONUTF8", "PYTHONIOENCODING"):
         monkeypatch.delenv(name, raising=False)
-    for words in (["--help"], ["replay", "--synthetic", "agent:requests=9", "--sizes", "9"]):
-        result = kvoffload(*words, **given)
-        assert result.returncode == 0, result.stderr
-        assert result.stdout.isascii() is is_ascii, result.stdout
+    words = ["replay", "--synthetic", "agent:requests=9", "--sizes", "9"]
+    result = process(*(["--help"] if len(given) == 1 else words), **given)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.isascii() is is_ascii, result.stdout
 
 
 def test_a_terminal_that_is_not_utf_8_ends_no_command(tmp_path):
     trace = tmp_path / "é.jsonl"
     trace.write_text('{"hash_ids": [1, 2]}\n')
-    result = kvoffload("replay", str(trace), "--sizes", "1", PYTHONIOENCODING="ascii")
+    result = process("replay", str(trace), "--sizes", "1", PYTHONIOENCODING="ascii")
     assert (result.returncode, result.stderr) == (0, "")
     assert "\\xe9.jsonl: 1 requests" in result.stdout

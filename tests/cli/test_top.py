@@ -15,12 +15,12 @@ import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
+from disk_commands import kvoffload, process
 from rich.console import Console
 
 from kvoffload.cli import top
 from kvoffload.cli.top import _lines, _shown, of_page
 from kvoffload.connectors.local import LocalConnector
-from tests.cli.test_main import kvoffload
 from tests.support import redis_server
 from tests.support.redis_server import free_port
 
@@ -65,7 +65,7 @@ def test_once_as_json_has_raw_numbers(engine):
 
 @pytest.mark.parametrize("columns", ["80", "60"])
 def test_once_fits_the_terminal_and_survives_ascii(engine, columns):
-    done = kvoffload("top", f"http://127.0.0.1:{engine}/", "--once", COLUMNS=columns, **ASCII)
+    done = process("top", f"http://127.0.0.1:{engine}/", "--once", COLUMNS=columns, **ASCII)
     assert done.returncode == 0, done.stderr
     assert done.stdout.isascii()
     assert "disk" in done.stdout
@@ -118,7 +118,7 @@ def live(target):
         "from kvoffload.cli.main import main; main()"
     )
     here, there = pty.openpty()
-    process = subprocess.Popen(
+    running = subprocess.Popen(
         [sys.executable, "-c", program, "top", target, "--interval", "0.2"],
         stdin=there,
         stdout=there,
@@ -137,11 +137,11 @@ def live(target):
 
     try:
         yield read_until
-        process.send_signal(signal.SIGINT)
-        assert process.wait(60) == 0
+        running.send_signal(signal.SIGINT)
+        assert running.wait(60) == 0
     finally:
-        process.kill()
-        process.wait()
+        running.kill()
+        running.wait()
         os.close(here)
 
 

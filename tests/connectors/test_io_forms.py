@@ -127,12 +127,12 @@ def test_a_tier_slower_than_the_engine_is_declined_until_it_is_found_to_be_fast(
 ):
     monkeypatch.setattr(promises, "PROBE_DECLINES", 3)
     monkeypatch.setattr(promises, "PROBE_S", 0.2)
-    monkeypatch.setattr(promises, "LEAST_S", 0.4)
+    monkeypatch.setattr(promises, "LEAST_S", 0.3)
     connector = connect({"type": "planned", **planned.options}, slots=20)
     store(connector, new_request("p", PROMPT))
     for _ in range(4):
         connector.note_prefill(num_tokens=80_000, seconds=1.0)
-    planned.set(Plan("delay", frozenset({"read"}), seconds=0.8))
+    planned.set(Plan("delay", frozenset({"read"}), seconds=0.6))
     loaded = [load(connector, new_request("p", PROMPT, request_id=str(i)), until) for i in range(4)]
     assert loaded == [TOKENS] * 4  # the tier's speed is measured with loads
     waiting = new_request("p", PROMPT, request_id="waiting")

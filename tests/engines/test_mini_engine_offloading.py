@@ -15,7 +15,6 @@ import pytest
 from kvoffload import registry
 from kvoffload.connectors.local import LocalConnector
 from kvoffload.demo import Engine, SamplingParams
-from kvoffload.errors import ConfigError
 from kvoffload.testing import FaultyBackend, Plan
 from kvoffload.transfer.cpu.copier import CpuCopier
 from tests.support.file_faults import flip
@@ -32,7 +31,7 @@ from tests.support.workloads import (
 
 RANDOM, DAMAGED, MISBEHAVING, WITHOUT_HOST = 120, 40, 20, 10
 """Workloads of each kind."""
-PER_TEST = 20
+PER_TEST = 12
 
 
 @pytest.fixture
@@ -306,17 +305,6 @@ def test_a_restarted_engine_goes_on_from_disk_with_bit_equal_pages(tiny, tmp_pat
     assert counts["loaded"] > 0
 
 
-def test_other_weights_find_nothing_of_these(tiny, tmp_path):
-    config = over_disk(tiny, tmp_path)
-    prompt = list(range(90))
-    with Engine(config) as engine:
-        engine.generate([prompt], SamplingParams(max_tokens=2))
-    with Engine({**config, "seed": 1}) as engine:
-        time.sleep(0.05)
-        (result,) = engine.generate([prompt], SamplingParams(max_tokens=2))
-    assert result.computed_prompt_tokens == 90
-
-
 def test_a_wrong_page_would_show_in_the_tokens(tiny):
     """The control of the tests above: their outputs do depend on what is in the cache."""
     shown, params = 0, SamplingParams(max_tokens=8)
@@ -335,29 +323,3 @@ def test_a_wrong_page_would_show_in_the_tokens(tiny):
                 cache.tensor[3] = cache.tensor[2]  # one block of ten, with a neighbour's bytes
             shown += engine.generate([prompt], params)[0].token_ids != right
     assert shown >= 8
-
-
-@pytest.mark.parametrize(
-    ("offload", "field"),
-    [
-        ({"cpu_bytes": "1MiB", "cpu_byte": 1}, "cpu_byte"),
-        ({"cpu_bytes": 16}, "cpu_bytes"),
-        ({"cpu_bytes": "1MiB", "backends": [{"type": "tape"}]}, "backends[0].type"),
-        ({"cpu_bytes": "1MiB", "policy": "best"}, "policy"),
-    ],
-)
-def test_bad_offloading_settings_are_refused_at_start(tiny, offload, field):
-    with pytest.raises(ConfigError) as caught:
-        Engine({"model": tiny, "max_model_len": 96, "kv_cache_bytes": "1MiB", "offload": offload})
-    assert caught.value.field == field
-    assert caught.value.remedy
-
-
-def test_a_folder_that_cannot_be_written_is_refused_at_start(tiny, tmp_path):
-    (tmp_path / "file").write_text("in the way")
-    root = str(tmp_path / "file" / "kv")
-    offload = {"cpu_bytes": "1MiB", "backends": [{"type": "disk", "root": root}]}
-    with pytest.raises(ConfigError) as caught:
-        Engine({"model": tiny, "max_model_len": 96, "kv_cache_bytes": "1MiB", "offload": offload})
-    assert "root" in caught.value.field
-    assert root in str(caught.value)

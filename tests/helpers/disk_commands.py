@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from typing import NamedTuple
+from unittest import mock
 
 from kvoffload import open_backend
 from kvoffload.cli.main import main
@@ -39,7 +40,7 @@ def process(*words, **environment):
     return Result(done.returncode, done.stdout, done.stderr)
 
 
-def kvoffload(*words):
+def kvoffload(*words, **environment):
     """Run a command in this process, which is some twenty times as fast."""
     code, out, err = [1], _text(), _text()
 
@@ -51,7 +52,11 @@ def kvoffload(*words):
 
     argv, sys.argv = sys.argv, ["kvoffload", *words]
     try:
-        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        with (
+            mock.patch.dict(os.environ, environment),
+            contextlib.redirect_stdout(out),
+            contextlib.redirect_stderr(err),
+        ):
             # In a thread without a loop, because a test may have one running.
             thread = threading.Thread(target=run)
             thread.start()

@@ -106,8 +106,9 @@ class RankOnHost:
         return self._ask("load", keys)
 
     def kill(self):
-        """Kill the rank and wait until its I/O process has ended with it."""
+        """Kill the rank with its I/O process, and wait until both have ended."""
         server = psutil.Process(self.server)
         self._process.kill()
+        server.kill()
         self._process.join()
         server.wait(10)

@@ -148,7 +148,7 @@ def test_copies_that_do_not_end_are_left_alone_when_the_copier_is_closed(monkeyp
     assert device.is_closed
 
 
-SHORT = 400
+SHORT = 200
 """`make chaos` has the rest of the runs."""
 
 

@@ -108,7 +108,7 @@ async def calls_of_a_life(used, **settings):
 
 @pytest.mark.parametrize(
     ("durability", "every", "form"),
-    [("none", 3, "files"), ("fsync", 2, "files"), ("fsync", 3, "segments")],
+    [("fsync", 2, "files"), ("fsync", 3, "segments")],
 )
 async def test_the_nth_system_call_fails(used, durability, every, form):
     """A life with fsync makes the calls of one without it; `make chaos` has all of both."""

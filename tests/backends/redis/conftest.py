@@ -1,8 +1,8 @@
-"""Plain Redis servers: one for a module of tests, or one for a test to mistreat."""
+"""Redis servers: one for a module of tests, one for a test to mistreat; a cluster for all."""
 
 import pytest
 
-from tests.support.redis_server import RedisServer
+from tests.support.redis_server import RedisServer, redis_cluster
 
 
 @pytest.fixture(scope="module")
@@ -20,6 +20,20 @@ def server(tmp_path):
     server = RedisServer(tmp_path / "redis")
     yield server
     server.stop()
+
+
+@pytest.fixture(scope="session")
+def session_cluster(tmp_path_factory):
+    with redis_cluster(tmp_path_factory.mktemp("cluster")) as servers:
+        yield servers
+
+
+@pytest.fixture
+def cluster(session_cluster):
+    """Three masters that share all slots, empty; tests may move slots."""
+    for server in session_cluster:
+        server.cli("flushall")
+    return session_cluster
 
 
 @pytest.fixture

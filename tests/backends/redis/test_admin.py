@@ -2,17 +2,15 @@
 
 import asyncio
 import json
-import subprocess
-import sys
 
 import pytest
-from disk_commands import kvoffload as in_process
+from disk_commands import kvoffload
 
 from kvoffload import open_backend
 from kvoffload.backends.admin import COMMANDS
 from kvoffload.testing.backends import CHUNK_BYTES, filled, keys_of
 from tests.support.redis_engine import PATIENT
-from tests.support.redis_server import BINARY, MISSING, RedisServer, free_port, redis_cluster
+from tests.support.redis_server import BINARY, MISSING, RedisServer, free_port
 
 pytestmark = pytest.mark.skipif(BINARY is None, reason=MISSING)
 
@@ -43,17 +41,16 @@ async def test_a_survey_counts_each_namespace_and_a_purge_removes_only_what_it_n
     await backend.close()
 
 
-async def test_a_whole_cluster_is_surveyed_and_purged(tmp_path):
-    with redis_cluster(tmp_path) as servers:
-        url = f"redis+cluster://127.0.0.1:{servers[0].port}"
-        await store(url, "spread", 30)
-        backend = open_backend("redis", {"url": url, **PATIENT}, "x")
-        assert [holding.chunks for holding in (await backend.survey()).held] == [30]
-        findings = await backend.diagnose()
-        assert not any(finding.verdict == "failed" for finding in findings), findings
-        assert await backend.purge(["spread"]) == 30
-        assert (await backend.survey()).held == []
-        await backend.close()
+async def test_a_whole_cluster_is_surveyed_and_purged(cluster):
+    url = f"redis+cluster://127.0.0.1:{cluster[0].port}"
+    await store(url, "spread", 30)
+    backend = open_backend("redis", {"url": url, **PATIENT}, "x")
+    assert [holding.chunks for holding in (await backend.survey()).held] == [30]
+    findings = await backend.diagnose()
+    assert not any(finding.verdict == "failed" for finding in findings), findings
+    assert await backend.purge(["spread"]) == 30
+    assert (await backend.survey()).held == []
+    await backend.close()
 
 
 async def test_a_server_away_is_an_error_for_an_operator():
@@ -109,51 +106,21 @@ async def test_an_examination_finds_a_replica(server, tmp_path):
         replica.stop()
 
 
-def kvoffload(*words):
-    command = [sys.executable, "-c", "from kvoffload.cli.main import main; main()"]
-    return subprocess.run([*command, *words], capture_output=True, text=True, timeout=240)
-
-
-def doctor(*words):
-    return kvoffload("doctor", *words)
-
-
-def test_the_command_says_what_it_found(server):
-    patient = [word for name, value in PATIENT.items() for word in ("-o", f"{name}={value}")]
-    done = doctor(server.url, "--json", *patient)
-    assert done.returncode == 0, done.stderr
-    checks = [finding["check"] for finding in json.loads(done.stdout)["findings"]]
-    assert checks[0] == "latency"
-    assert checks.count("throughput") == 2
-    assert "maxmemory" in doctor(server.url).stdout
-
-
-def test_the_command_fails_for_a_server_away():
-    assert doctor(f"redis://127.0.0.1:{free_port()}").returncode == 1
-
-
-@pytest.mark.parametrize("words", [("http://x",), ("redis://x", "-o", "tmeout_s=1"), ("redis:x",)])
-def test_the_command_refuses_wrong_usage(words):
-    done = doctor(*words)
-    assert done.returncode == 2
-    assert "Traceback" not in done.stderr
-
-
 async def test_inspect_and_gc_show_and_remove_a_namespace(server):
     for namespace in ("one", "two"):
         await store(server.url, namespace, 3, {"model": namespace})
 
     def held():
-        shown = in_process("inspect", server.url, "--json")
+        shown = kvoffload("inspect", server.url, "--json")
         assert shown.returncode == 0, shown.stderr
         return {n["namespace"]: n["chunks"] for n in json.loads(shown.stdout)["namespaces"]}
 
     assert held() == {"one": 3, "two": 3}
-    assert "model=two" in in_process("inspect", server.url, "-v").stdout
-    would = in_process("gc", server.url, "--namespace", "one", "--dry-run", "--json")
+    assert "model=two" in kvoffload("inspect", server.url, "-v").stdout
+    would = kvoffload("gc", server.url, "--namespace", "one", "--dry-run", "--json")
     assert json.loads(would.stdout)["removed"] == 3
     assert held() == {"one": 3, "two": 3}
-    assert in_process("gc", server.url, "--namespace", "one").returncode == 0
+    assert kvoffload("gc", server.url, "--namespace", "one").returncode == 0
     assert held() == {"two": 3}
 
 
@@ -163,22 +130,22 @@ async def test_inspect_says_how_full_the_server_is_and_when_namespaces_expire(se
     server.cli("config", "set", "maxmemory", "256mb")
     for chunk in range(4):
         aged(server, "two", chunk, 18 * 3600)
-    report = json.loads(in_process("inspect", server.url, "--json").stdout)
+    report = json.loads(kvoffload("inspect", server.url, "--json").stdout)
     (total,) = report["servers"]
     assert (total["server"], total["limit_bytes"]) == (f"127.0.0.1:{server.port}", 256 << 20)
     assert total["used_bytes"] > 0
     one, two = report["namespaces"]
     assert 86_000 < one["expires_s"] <= 86_400
     assert 21_000 < two["expires_s"] <= 21_600
-    text = in_process("inspect", server.url).stdout
+    text = kvoffload("inspect", server.url).stdout
     assert "limit: 256.0 MiB" in text
     assert text.index("model-two") < text.index("model-one")  # the larger one first
     assert "6.0 h" in text
-    text = in_process("inspect", server.url, "--sort", "name").stdout
+    text = kvoffload("inspect", server.url, "--sort", "name").stdout
     assert text.index("model-one") < text.index("model-two")
     server.cli("acl", "setuser", "low", "on", ">p", "~kvoffload:*", "+scan", "+strlen", "+get")
     words = [word for pair in login("low", "p").items() for word in ("-o", "=".join(pair))]
-    low = in_process("inspect", server.url, "--json", *words)
+    low = kvoffload("inspect", server.url, "--json", *words)
     assert low.returncode == 0, low.stderr
     report = json.loads(low.stdout)
     assert report["servers"] == []
@@ -192,7 +159,7 @@ def test_inspect_and_gc_say_what_is_wrong(server):
         (("gc", away, "--namespace", "x"), 1),
         (("gc", server.url), 2),
     ):
-        done = in_process(*words)
+        done = kvoffload(*words)
         assert done.returncode == code, words
         assert "kvoffload: " in done.stderr
         assert "Traceback" not in done.stderr
@@ -201,7 +168,6 @@ def test_inspect_and_gc_say_what_is_wrong(server):
 @pytest.mark.parametrize("kind", ["", "+cluster", "+sentinel"])
 def test_no_command_shows_a_secret(server, tmp_path, monkeypatch, caplog, kind):
     """No message has it: after wrong passwords, dead servers, bad URLs and settings."""
-    run = in_process if kind else kvoffload
     secret = "verysecretindeed"
     (tmp_path / "password").write_text(secret)
     monkeypatch.setenv("KV_PASSWORD", secret)
@@ -220,7 +186,7 @@ def test_no_command_shows_a_secret(server, tmp_path, monkeypatch, caplog, kind):
         (bare, "-o", "sentinel_username=kv", "-o", "sentinel_password_env=KV_PASSWORD"),
     ):
         for command in ("doctor", "inspect") if words == (by_url,) else ("doctor",):
-            done = run(command, *words)
+            done = kvoffload(command, *words)
             assert done.stdout or done.stderr, (command, words)
             assert secret not in done.stdout + done.stderr + caplog.text, (command, words)
             assert "Traceback" not in done.stderr
@@ -242,20 +208,20 @@ def test_gc_removes_by_age_what_no_engine_used(server):
     size = CHUNK_BYTES + 256
     words = ("gc", server.url, "--older-than", "6h", "--json")
     for more in (("--dry-run",), ()):
-        report = json.loads(in_process(*words, "--namespace", "one", *more).stdout)
+        report = json.loads(kvoffload(*words, "--namespace", "one", *more).stdout)
         assert report == {
             "dry_run": bool(more), "removed": 1, "freed_bytes": size, "undated": 1,
         }  # fmt: skip
-    report = json.loads(in_process(*words).stdout)
+    report = json.loads(kvoffload(*words).stdout)
     assert (report["removed"], report["freed_bytes"]) == (1, size)
     assert server.cli("dbsize") == "6"  # three of one and its facts, one of two, another's
-    told = in_process("gc", server.url, "--older-than", "6h").stdout
+    told = kvoffload("gc", server.url, "--older-than", "6h").stdout
     assert "1 chunks stay" in told
     assert "ttl_s" in told
 
 
 def test_an_age_that_a_server_cannot_tell_is_refused(server):
-    refused = in_process("gc", server.url, "--older-than", "2d")
+    refused = kvoffload("gc", server.url, "--older-than", "2d")
     assert (refused.returncode, "-o ttl_s" in refused.stderr) == (2, True)
-    assert in_process("gc", server.url, "--older-than", "2d", "-o", "ttl_s=604800").returncode == 0
-    assert in_process("gc", server.url).returncode == 2
+    assert kvoffload("gc", server.url, "--older-than", "2d", "-o", "ttl_s=604800").returncode == 0
+    assert kvoffload("gc", server.url).returncode == 2

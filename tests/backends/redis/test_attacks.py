@@ -13,7 +13,7 @@ import pytest
 from kvoffload.testing.backends import CHUNK_BYTES, filled, keys_of, slots
 from tests.support.proxy import CutAfter, FaultProxy, Garbage, HalfCloseAfter, Insert, Swap
 from tests.support.redis_engine import PATIENT, RedisEngine, until
-from tests.support.redis_server import BINARY, MISSING, redis_cluster
+from tests.support.redis_server import BINARY, MISSING
 
 pytestmark = pytest.mark.skipif(BINARY is None, reason=MISSING)
 VALUE_BYTES = CHUNK_BYTES + 256
@@ -70,27 +70,26 @@ async def test_a_whole_value_of_another_key_ends_the_connection_it_came_on(serve
         await engine.back()
 
 
-async def test_slots_that_move_while_chunks_are_loaded_and_stored(tmp_path):
-    with redis_cluster(tmp_path) as servers:
-        url = f"redis+cluster://127.0.0.1:{servers[0].port}"
-        async with RedisEngine(url, servers=3) as engine:
-            await engine.back()
-            stop = asyncio.Event()
+async def test_slots_that_move_while_chunks_are_loaded_and_stored(cluster):
+    url = f"redis+cluster://127.0.0.1:{cluster[0].port}"
+    async with RedisEngine(url, servers=3) as engine:
+        await engine.back()
+        stop = asyncio.Event()
 
-            async def use():
-                hits = 0
-                while not stop.is_set():
-                    hits += sum(await engine.load())
-                    await engine.store()
-                return hits
+        async def use():
+            hits = 0
+            while not stop.is_set():
+                hits += sum(await engine.load())
+                await engine.store()
+            return hits
 
-            using = [asyncio.create_task(use()) for _ in range(2)]
-            for key in engine.keys:
-                await asyncio.to_thread(move, servers, f"kvoffload:faults:xxh3:{{{key.hex()}}}")
-            stop.set()
-            assert sum(await asyncio.gather(*using)) > 0
-            await engine.back()
-            assert not engine.open
+        using = [asyncio.create_task(use()) for _ in range(2)]
+        for key in engine.keys:
+            await asyncio.to_thread(move, cluster, f"kvoffload:faults:xxh3:{{{key.hex()}}}")
+        stop.set()
+        assert sum(await asyncio.gather(*using)) > 0
+        await engine.back()
+        assert not engine.open
 
 
 def move(servers, name):
@@ -186,7 +185,7 @@ async def test_neither_connections_nor_memory_grow_with_use_and_faults(server):
             before = resident_bytes()
             rounds = count(2)
             # On a busy machine a fault meets fewer connections.
-            while (i := next(rounds)) < 6 or engine.count("connected") <= 50:
+            while (i := next(rounds)) < 5 or engine.count("connected") <= 30:
                 await round_of_trouble(i)
             assert resident_bytes() - before < 16 << 20
             # Those given up a moment ago may still be on their way out, in proxy and server.

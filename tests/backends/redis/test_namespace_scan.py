@@ -9,7 +9,7 @@ from kvoffload import open_backend
 from kvoffload.backends.redis import namespace_scan
 from kvoffload.testing.backends import filled, keys_of
 from tests.support.redis_engine import PATIENT
-from tests.support.redis_server import BINARY, MISSING, RedisServer, redis_cluster
+from tests.support.redis_server import BINARY, MISSING, RedisServer
 
 pytestmark = pytest.mark.skipif(BINARY is None, reason=MISSING)
 ENGINE = ["+getex", "+psetex", "+exists", "+pexpire", "+unlink", "+ping", "+info"]
@@ -50,12 +50,11 @@ async def test_a_namespace_with_chunks_is_alone(empty):
     assert [each.namespace for each in await described(empty.url)] == ["own"]
 
 
-async def test_the_servers_of_a_cluster_are_described_together(tmp_path):
-    with redis_cluster(tmp_path) as servers:
-        url = f"redis+cluster://127.0.0.1:{servers[0].port}"
-        await store(url, "one", 30, {"model": "m"})
-        await store(url, "two", 20, {"model": "n"})
-        found = {each.namespace: each[1:3] for each in await described(url)}
+async def test_the_servers_of_a_cluster_are_described_together(cluster):
+    url = f"redis+cluster://127.0.0.1:{cluster[0].port}"
+    await store(url, "one", 30, {"model": "m"})
+    await store(url, "two", 20, {"model": "n"})
+    found = {each.namespace: each[1:3] for each in await described(url)}
     assert found == {"one": ({"model": "m"}, 30), "two": ({"model": "n"}, 20)}
 
 

@@ -9,7 +9,7 @@ from disk_commands import answered, kvoffload
 from kvoffload import open_backend
 from kvoffload.testing.backends import CHUNK_BYTES, filled, keys_of
 from tests.support.redis_engine import PATIENT
-from tests.support.redis_server import BINARY, MISSING, redis_cluster
+from tests.support.redis_server import BINARY, MISSING
 
 pytestmark = pytest.mark.skipif(BINARY is None, reason=MISSING)
 
@@ -93,15 +93,14 @@ async def test_authenticated_values_are_checked_with_the_secret_and_without(empt
     assert damage["reason"] == "corrupt_mac"
 
 
-async def test_a_whole_cluster_is_verified(tmp_path):
-    with redis_cluster(tmp_path) as servers:
-        url = f"redis+cluster://127.0.0.1:{servers[0].port}"
-        await store(url, "spread", 30)
-        names = list(starmap(chunks_of, ((server, "spread") for server in servers)))
-        servers[1].cli("setrange", names[1][0], "300", "!")
-        found = answered("verify", url, code=1)
-        assert (found["chunks"], len(found["damaged"])) == (30, 1)
-        assert f"127.0.0.1:{servers[1].port}" in found["damaged"][0]["path"]
+async def test_a_whole_cluster_is_verified(cluster):
+    url = f"redis+cluster://127.0.0.1:{cluster[0].port}"
+    await store(url, "spread", 30)
+    names = list(starmap(chunks_of, ((server, "spread") for server in cluster)))
+    cluster[1].cli("setrange", names[1][0], "300", "!")
+    found = answered("verify", url, code=1)
+    assert (found["chunks"], len(found["damaged"])) == (30, 1)
+    assert f"127.0.0.1:{cluster[1].port}" in found["damaged"][0]["path"]
 
 
 def test_a_server_that_is_away_is_a_sentence(empty):
