@@ -32,7 +32,6 @@ ROWS: dict[str, tuple[str, ...]] = {
     "preemption: outputs of vLLM alone": (f"{EQUAL}[preemption]", "test_vllm_soak.py"),
     "other processors, images, adapters, weights: nothing is taken for another": (
         "test_vllm_meaning.py",
-        "test_vllm_cold_start.py",
     ),
     "streaming sessions: what they store": ("test_vllm_sessions.py",),
     "an outer producer: preempted requests that end": (

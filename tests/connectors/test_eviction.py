@@ -24,18 +24,6 @@ def use(connector, request):
     return found
 
 
-@pytest.mark.parametrize("policy", ["lru", "arc", "handicap"])
-def test_of_an_ended_request_the_tail_leaves_before_the_head(connect, new_request, policy):
-    connector = connect(chunks=4, policy=policy)
-    request, table = new_request("p", 33), [range(5, 14)]
-    for computed in (16, 32):
-        connector.after_forward(request, table, computed)
-        assert connector.flush()
-    connector.request_finished(request)
-    use(connector, new_request("q", 8))
-    assert connector.get_num_new_matched_tokens(new_request("p", 33), 0) == 24
-
-
 @pytest.mark.parametrize(("settings", "survives"), [({}, True), ({"policy": "lru"}, False)])
 def test_by_default_a_prompt_that_came_back_outlives_prompts_seen_once(
     connect, new_request, settings, survives

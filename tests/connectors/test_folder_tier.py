@@ -3,12 +3,9 @@
 import signal
 
 import pytest
-import torch
 
 from tests.connectors.test_local import load, store
 from tests.support.sshfs_mounts import MISSING, sshfs_mounts
-from tests.support.two_mounts import MISSING as NO_MOUNTS
-from tests.support.two_mounts import two_mounts
 
 
 def tiers(disk, shared, **settings):
@@ -18,35 +15,6 @@ def tiers(disk, shared, **settings):
         {"type": "disk", "root": str(disk), "min_free": 0, **common},
         {"type": "folder", "root": str(shared), **common, **settings},
     )
-
-
-def filled(caches, blocks):
-    return [tensor.tensor[blocks].clone() for tensor in caches.tensors]
-
-
-def test_a_host_loads_what_another_one_computed_and_keeps_it_on_its_own_disk(
-    connect, new_kv_caches, new_request, until, tmp_path
-):
-    with two_mounts(tmp_path) as mounts:
-        if mounts is None:
-            pytest.skip(NO_MOUNTS)
-        first, second = new_kv_caches(seed=1), new_kv_caches(seed=2)
-        one = connect(*tiers(tmp_path / "a", mounts[0] / "kv"), caches=first)
-        two = connect(*tiers(tmp_path / "b", mounts[1] / "kv"), caches=second)
-        request = new_request("p", 41)
-        blocks = store(one, request)
-        again = list(range(30, 41))
-        until(lambda: two.get_num_new_matched_tokens(new_request("p", 41), 0) == 40)
-        outcome = load(two, new_request("p", 41), again, until)
-        assert (outcome.num_loaded_tokens, outcome.ok) == (40, True)
-        for ours, theirs in zip(filled(second, again[:10]), filled(first, blocks), strict=True):
-            assert torch.equal(ours, theirs)
-        stats = two.stats()
-        assert stats["load_chunks"]["folder"] == 5
-        assert stats["tier_up"] == {"disk": 1, "folder": 1}
-        two.request_finished(new_request("p", 41))
-        one.close()
-        two.close()
 
 
 def test_a_stopped_file_server_costs_a_computation_and_no_more(

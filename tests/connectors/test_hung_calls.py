@@ -144,27 +144,6 @@ def begin_all(connector, new_request, names):
     return requests, begun
 
 
-def test_reads_that_hang_and_begin_in_one_step_keep_no_more_than_their_share(
-    connector, new_request, hung, until
-):
-    names = store_all(connector, new_request)
-    connector._manager.reset_cache()
-    hung.hung_verb = "read"
-    connector._manager.tiers = connector._manager.tiers[:1]  # the other one would help out
-    _, begun = begin_all(connector, new_request, names[:10])
-    assert 0 < busy(connector) <= SLOTS // 4
-    ended = []
-    until(lambda: ended.extend(connector.poll()) or len(ended) == len(begun))
-    assert SLOTS // 8 <= busy(connector) <= SLOTS // 4
-    for i in range(5):
-        store(connector, new_request(f"new{i}", BLOCK * CHUNKS + 1))
-        connector.flush()
-    assert connector.stats()["stores_dropped"]["cpu"]["no_room"] == 0
-    hung.released.set()
-    until(lambda: connector.flush() and not busy(connector))
-    connector.check()
-
-
 def test_a_load_has_one_record_and_a_table_only_where_something_waits_for_it(
     connector, new_request, hung
 ):

@@ -9,6 +9,7 @@ import torch
 
 from kvoffload import registry
 from kvoffload.testing import Plan
+from kvoffload.transfer.cpu.copier import CpuCopier, DoneFence
 
 BLOCK = 4
 
@@ -70,28 +71,6 @@ def test_a_store_that_always_fails_loses_nothing_but_hits(connect, new_request, 
     assert connector.get_num_new_matched_tokens(request, 0) == 0
     assert connector.stats()["transfer_failures"]["error"] > 0
     connector.check()
-
-
-@pytest.mark.parametrize(
-    ("fault", "reason"), [("raise", "error"), ("hang", "deadline"), ("miss", "missing")]
-)
-def test_a_load_that_fails_is_not_promised_again(
-    connect, new_request, until, faulty, fault, reason
-):
-    connector = connect(load_timeout_s=0.3 if fault == "hang" else 5.0)
-    request = new_request("p", 41)
-    store(connector, request)
-    push_out(connector, new_request)
-    faulty(Plan(fault, frozenset({"read"})))
-    outcome = load(connector, request, range(20, 31), until)
-    assert (outcome.num_loaded_tokens, outcome.ok) == (0, False)
-    assert connector.stats()["transfer_failures"][reason] == 5
-    assert connector.get_num_new_matched_tokens(request, 0) == 0
-    faulty()
-    connector.request_finished(request)
-    connector.check()
-    # A read that hung is cancelled; until that is done, its slots are busy.
-    until(lambda: connector.flush() and connector.stats()["host_chunks_busy"] == 0)
 
 
 def test_a_request_aborted_while_loading_keeps_its_blocks_until_told(
@@ -174,33 +153,6 @@ def test_blocks_are_not_overwritten_before_their_store_has_read_them(
     assert torch.equal(kv_caches.tensors[0].tensor[20:30], original)
 
 
-def test_after_a_reset_nothing_old_is_found_on_any_tier(connect, new_request, until, tmp_path):
-    connector = connect({"type": "disk", "root": str(tmp_path), "capacity": "1MiB"})
-    request = new_request("p", 41)
-    store(connector, request)
-    old = connector.stats()["namespace"]
-    connector.reset_cache()
-    assert connector.stats()["namespace"] != old
-    asked = new_request("p", 41)
-    until(lambda: connector.get_num_new_matched_tokens(asked, 0) is not None)
-    assert connector.get_num_new_matched_tokens(asked, 0) == 0
-    store(connector, request)
-    assert load(connector, new_request("p", 41), range(20, 31), until).ok
-
-
-def test_other_facts_see_none_of_it(connect, new_request, tmp_path, until):
-    backend = {"type": "disk", "root": str(tmp_path), "capacity": "1MiB"}
-    first = connect(backend, facts={"model": "m", "revision": "1"})
-    store(first, new_request("p", 41))
-    first.close()
-    other = connect(backend, facts={"model": "m", "revision": "2"})
-    asked = new_request("p", 41)
-    until(lambda: other.get_num_new_matched_tokens(asked, 0) is not None)
-    assert other.get_num_new_matched_tokens(asked, 0) == 0
-    same = connect(backend, facts={"model": "m", "revision": "1"})
-    until(lambda: same.get_num_new_matched_tokens(new_request("p", 41), 0) == 40)
-
-
 def test_host_memory_full_of_loads_shortens_a_load_instead_of_failing(
     connect, new_request, until, faulty
 ):
@@ -237,6 +189,45 @@ def test_a_store_is_waited_for_even_if_a_load_into_its_blocks_has_failed_since(
     assert len(waited) == 2  # by the load, and still by the forward pass
     del connector._worker.wait
     gate.set()
+
+
+def test_blocks_that_a_preempted_load_still_writes_are_waited_for(
+    connect, kv_caches, new_request, until
+):
+    """An engine that ignores the answer of request_finished waits longer, and no more."""
+    connector = connect()
+    store(connector, new_request("p", 41))
+    copier, gate = connector._spec._copier, threading.Event()
+    copy = copier._copy
+    copier._copy = lambda *copies: (gate.wait(5), copy(*copies))
+    request = new_request("p", 41)
+    tokens = connector.get_num_new_matched_tokens(request, 0)
+    connector.update_state_after_alloc(request, [range(20, 31)], tokens)
+    assert connector.request_finished(request) is True
+    threading.Timer(0.2, gate.set).start()
+    connector.before_forward([29])
+    for tensor in kv_caches.tensors:
+        tensor.tensor[20:30] = 0  # the next request's forward pass
+    until(connector.poll)
+    assert not any(tensor.tensor[20:30].any() for tensor in kv_caches.tensors)
+
+
+def test_a_store_copies_what_the_forward_pass_before_it_writes(
+    connect, kv_caches, new_request, until, monkeypatch
+):
+    connector = connect()
+
+    class Compute(DoneFence):
+        def wait(self, timeout_s=None):
+            kv_caches.tensors[0].tensor[5:15] = 42  # the pass ends only now
+            return True
+
+    monkeypatch.setattr(CpuCopier, "record_fence", lambda _: Compute())
+    connector.after_forward(new_request("p", 41), [range(5, 15)], 40)
+    assert connector.flush()
+    monkeypatch.undo()
+    assert load(connector, new_request("p", 41), range(20, 31), until).ok
+    assert (kv_caches.tensors[0].tensor[20:30] == 42).all()
 
 
 def test_a_request_id_used_again_while_its_aborted_load_runs(connect, new_request, until, faulty):

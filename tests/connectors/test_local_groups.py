@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from kvoffload.connectors.local import LocalConnector
-from kvoffload.connectors.local.chunking import ChunkGroups, kinds_of_groups
 from kvoffload.connectors.offload_requests import LoadBackoff
 from kvoffload.core.hashing import BlockHasher, HashChain
 from kvoffload.core.interface import (
@@ -276,28 +275,9 @@ def test_random_prompts_over_a_small_host_memory_and_a_faulty_tier(engine, model
     assert served.loaded, "nothing was ever loaded"
 
 
-def test_a_window_group_stores_no_null_blocks_and_needs_only_its_window():
-    config = KVCacheConfig(
-        9, [], [KVCacheGroupSpec(["a"], full()), KVCacheGroupSpec(["b"], window(9))]
-    )
-    groups = ChunkGroups(kinds_of_groups(4, config), 2)
-    full_group, window_group = groups.all
-    assert (full_group.per_chunk, window_group.per_chunk) == (2, 2)
-    assert groups.all[1].needed(0, 40) == range(8, 10)
-    assert groups.all[0].needed(8, 40) == range(2, 10)
-    config = KVCacheConfig(9, [], [KVCacheGroupSpec(["b"], window(9))])
-    narrow = ChunkGroups(kinds_of_groups(4, config), 4)
-    assert narrow.all[0].per_chunk == 2  # four blocks are never in a window of nine tokens at once
-
-
 def test_memory_that_cannot_hold_a_chunk_of_each_size_is_refused_at_start():
     with pytest.raises(ConfigError, match="one chunk of each size"):
         Engine([full(512), mamba(512)], settings(64, cpu_bytes="200KiB"))
-
-
-def test_facts_that_tell_nothing_are_refused_at_start():
-    with pytest.raises(ConfigError, match="facts"):
-        Engine([full()], settings(), facts={})
 
 
 def test_groups_of_the_same_layout_but_another_window_share_no_chunks(engine, tmp_path):

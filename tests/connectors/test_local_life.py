@@ -66,14 +66,6 @@ def test_what_was_moved_is_counted_by_medium_in_chunks_and_bytes(connect, new_re
     assert (stats["capacity_bytes"]["cpu"], stats["slot_bytes"]) == (16 * 4096, 4096)
 
 
-def test_the_speed_of_prefill_is_known_after_a_few_samples(connect):
-    connector = connect(backends=[])
-    for samples in range(1, 6):
-        connector.note_prefill(100, 0.5)
-        assert ("prefill_tokens_per_second" in connector.stats()) == (samples >= 4)
-    assert connector.stats()["prefill_tokens_per_second"] == pytest.approx(200)
-
-
 def test_what_a_fault_kept_from_being_stored_is_not_counted_as_moved(connect, new_request, faults):
     faults.append(Plan("short", frozenset({"write"})))
     connector = connect()
@@ -169,15 +161,6 @@ def test_an_explanation_leaves_no_state_of_its_request(connect, new_request):
     connector.request_finished(running)
     for name in ("p", "q"):
         assert connector.request_finished(new_request(name, 41)) is False
-
-
-def test_events_name_resident_chunks_once(connect, new_request):
-    connector = connect()
-    store(connector, new_request("p", 41))
-    told = connector.take_events()
-    assert {event.medium for event in told} == {"CPU", "MEMORY"}
-    assert sum(len(event.keys) for event in told if event.medium == "CPU") == 5
-    assert connector.take_events() == []
 
 
 def test_a_contradiction_in_the_manager_is_raised(connect, monkeypatch):

@@ -88,34 +88,6 @@ def test_a_queued_prompt_comes_from_disk_before_its_turn(
     connector.check()
 
 
-def test_without_a_share_nothing_is_kept_or_read(connect, new_request, kv_caches):
-    connector = connect(8, waiting_share=0)
-    for seed, name in enumerate(("wanted", "other")):
-        store(connector, new_request(name, PROMPT), kv_caches, seed)
-    wanted = new_request("wanted", PROMPT)
-    connector.request_queued(wanted)
-    for _ in range(20):
-        connector.poll()
-        time.sleep(0.005)
-    assert "DISK" in connector.explain(wanted)[0]
-    assert not any(connector.stats()["queue_chunks"].values())
-
-
-def test_what_a_queued_request_needs_stays_while_others_run(connect, new_request, kv_caches):
-    connector = connect(12, backends=[])
-    store(connector, new_request("wanted", PROMPT), kv_caches, 1)
-    connector.request_queued(new_request("wanted", PROMPT))
-    connector.poll()
-    for i in range(5):
-        store(connector, new_request(f"running{i}", PROMPT), kv_caches, i)
-    wanted = new_request("wanted", PROMPT)
-    assert connector.get_num_new_matched_tokens(wanted, 0) == 5 * CHUNK
-    connector.request_finished(wanted)
-    store(connector, new_request("running", PROMPT), kv_caches, 9)
-    store(connector, new_request("running more", PROMPT), kv_caches, 9)
-    assert connector.get_num_new_matched_tokens(wanted, 0) < 5 * CHUNK
-
-
 @pytest.mark.parametrize("end", ["finished", "preempted", "admitted without a load"])
 def test_nothing_stays_for_a_request_that_left_the_queue(connect, new_request, kv_caches, end):
     connector = connect(8)
@@ -132,26 +104,6 @@ def test_nothing_stays_for_a_request_that_left_the_queue(connect, new_request, k
         connector.after_forward(request, [BLOCKS], PROMPT)
     assert connector.stats()["queue_kept_bytes"] == 0
     assert connector.stats()["queue_requests"] == 0
-
-
-def test_a_preempted_request_keeps_before_those_that_came_later(connect, new_request, kv_caches):
-    connector = connect(11, backends=[], waiting_share=1)
-    store(connector, new_request("waits", PROMPT), kv_caches, 1)
-    preempted, waits = new_request("preempted", PROMPT), new_request("waits", PROMPT)
-    connector.after_forward(preempted, [BLOCKS], PROMPT)
-    assert connector.flush()
-    connector.request_queued(waits)
-    connector.request_preempted(preempted)
-    connector.request_queued(preempted)
-    connector.poll()
-    for i in range(2):
-        store(connector, new_request(f"running{i}", PROMPT), kv_caches, 2 + i)
-    assert connector.explain(preempted) == [["CPU"] * 5]
-    assert "CPU" not in connector.explain(waits)[0][1:]
-    for request in (preempted, waits):
-        connector.request_finished(request)
-    assert connector.stats()["queue_kept_bytes"] == 0
-    connector.check()
 
 
 def test_a_request_that_may_load_nothing_keeps_nothing(connect, new_request, kv_caches):

@@ -35,34 +35,3 @@ def test_a_request_may_limit_what_is_loaded_for_it(connector, ask, until):
     assert (outcome.num_loaded_tokens, outcome.ok) == (16, True)
     connector.request_finished(request)
     assert connector.get_num_new_matched_tokens(ask(max_load_tokens=0), 0) == 0
-
-
-def test_a_request_may_keep_its_chunks_to_itself(connector, ask):
-    store(connector, ask(offload=False))
-    assert connector.get_num_new_matched_tokens(ask(), 0) == 0
-    assert connector.explain(ask()) == [["not_wanted"] * 5]
-
-
-def test_a_request_is_told_where_its_chunks_are(connector, ask):
-    assert connector.explain(ask("new")) == [["never_stored"] * 5]
-    store(connector, ask("first"))
-    store(connector, ask("second"))
-    assert connector.explain(ask("first")) == [["MEMORY"] * 5]
-    assert connector.explain(ask("second")) == [["CPU"] * 5]
-    connector.reset_cache()
-    assert connector.explain(ask("second")) == [["other_namespace"] * 5]
-
-
-def test_a_short_load_is_promised_however_fast_the_engine_computes(connector, ask, until):
-    names = ("a", "b", "c", "d", "e", "f")
-    for name in names:
-        store(connector, ask(name))
-    for _ in range(5):
-        connector.note_prefill(num_tokens=10**12, seconds=0.001)
-    for name in names[:5]:
-        request = ask(name)
-        assert connector.get_num_new_matched_tokens(request, 0) == 40
-        connector.update_state_after_alloc(request, [list(range(20, 31))], 40)
-        assert until(connector.poll)[0].ok
-        connector.request_finished(request)
-    assert connector.stats()["lookups"]["memory"]["declined"] == 0

@@ -204,16 +204,6 @@ async def test_reports_from_before_a_reset_do_not_count(ranks):
     assert not ranks.tiers.is_waiting
 
 
-async def test_a_rank_that_begins_a_new_listing_counts_by_that_alone(ranks):
-    await store(ranks, KEYS[:2])
-    ranks.step()
-    again = MemoryBackend(MemoryOptions(), "again")
-    await again.write(KEYS[1:2], filled(KEYS[1:2]))
-    ranks.give(1, again)
-    ranks.step()
-    assert ranks.hold("memory", KEYS[:2]) == [False, True]
-
-
 async def test_a_tier_whose_server_died_is_listed_again_from_nothing(ranks):
     await store(ranks, KEYS[:2])
     ranks.step()

@@ -1,8 +1,6 @@
 """The local connector without a cache in host memory: chunks only pass through on their way."""
 
-import asyncio
 import random
-import threading
 
 import pytest
 import torch
@@ -228,62 +226,6 @@ def test_a_load_that_fails_frees_its_slots_and_is_not_promised_again(
     stores[0].plans = []
     at_rest(connector)
     assert connector.get_num_new_matched_tokens(request, 0) == outcome.num_loaded_tokens
-
-
-def test_slots_of_a_read_that_outlives_its_deadline_are_free_when_it_ends(
-    connect, new_request, until, stores
-):
-    connector = connect(3, load_timeout_s=0.1, lookup_timeout_s=0.05)
-    store(connector, new_request("p", PROMPT))
-    let_go = threading.Event()
-
-    async def read(keys, into):
-        thread = asyncio.get_running_loop().run_in_executor(None, let_go.wait, 20)
-        while not thread.done():
-            try:
-                await asyncio.shield(thread)
-            except asyncio.CancelledError:
-                continue
-        into[0][:] = b"\xee" * len(into[0])
-        return [False] * len(keys)
-
-    stores[0].read = read
-    assert begin_load(connector, new_request("p", PROMPT), range(20, 41)) == TOKENS
-    (outcome,) = until(connector.poll)
-    assert outcome.num_loaded_tokens == 0
-    assert connector.stats()["host_chunks_busy"] == 2  # half of three, rounded up
-    connector.check()
-    let_go.set()
-    until(lambda: connector.poll() or not connector.stats()["host_chunks_busy"])
-    at_rest(connector)
-
-
-def test_a_load_aborted_between_its_portions_keeps_its_blocks_until_told(
-    connect, new_request, until, stores
-):
-    connector = connect(2)
-    store(connector, new_request("p", PROMPT))
-    stores[0].plans = [Plan("delay", frozenset({"read"}), seconds=0.02)]
-    request = new_request("p", PROMPT)
-    begin_load(connector, request, range(20, 41))
-    assert connector.request_finished(request) is True
-    (outcome,) = until(connector.poll)
-    assert outcome.request_id == "p"
-    at_rest(connector)
-
-
-def test_a_reset_between_the_portions_of_a_load_lets_it_bring_nothing(
-    connect, new_request, until, stores
-):
-    connector = connect(2)
-    store(connector, new_request("p", PROMPT))
-    stores[0].plans = [Plan("delay", frozenset({"read"}), seconds=0.02)]
-    begin_load(connector, new_request("p", PROMPT), range(20, 41))
-    connector.reset_cache()
-    (outcome,) = until(connector.poll)
-    assert (outcome.num_loaded_tokens, outcome.ok) == (0, False)
-    at_rest(connector)
-    assert connector.get_num_new_matched_tokens(new_request("p", PROMPT), 0) == 0
 
 
 def test_without_a_free_slot_a_request_asks_again_until_the_lookup_deadline(

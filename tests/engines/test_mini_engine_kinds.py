@@ -137,31 +137,6 @@ def test_tokens_are_those_without_offloading(tiny, tmp_path, kinds, seed):
     assert media.get("DISK", 0) > 0
 
 
-@pytest.mark.parametrize("kinds", ["full and window", "latent", "full, window and state"])
-def test_damaged_files_are_computed_anew(tiny, tmp_path, kinds):
-    base = settings(tiny, KINDS[kinds])
-    requests = conversations(7)
-    expected, _, _ = serve(base, requests)
-    draw = random.Random(1)
-
-    def damage():
-        for path in sorted(tmp_path.rglob("*")):
-            if path.is_file() and path.stat().st_size > 1000 and draw.random() < 0.5:
-                raw = bytearray(path.read_bytes())
-                raw[draw.randrange(len(raw))] ^= 1
-                path.write_bytes(raw)
-
-    offload = {
-        "cpu_bytes": "256KiB",
-        "load_timeout_s": 5.0,
-        "backends": [{"type": "disk", "root": str(tmp_path), "capacity": "64MiB", "min_free": 0}],
-    }
-    small = {**base, "kv_cache_bytes": smallest_cache(base), "offload": offload}
-    for _ in range(2):
-        got, _, _ = serve(small, requests, damage)
-        assert got == expected
-
-
 @pytest.mark.parametrize("kinds", KINDS)
 def test_a_token_does_not_depend_on_how_its_prompt_was_cut(tiny, kinds):
     prompt = [random.Random(3).randrange(256) for _ in range(50)]

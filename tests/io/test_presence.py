@@ -5,7 +5,7 @@ import threading
 import pytest
 
 from kvoffload.io import presence
-from kvoffload.io.presence import FORGOTTEN_S, PresenceCache
+from kvoffload.io.presence import PresenceCache
 
 
 class World:
@@ -25,26 +25,6 @@ def world():
     return World()
 
 
-def test_questions_of_one_moment_travel_together(world):
-    presence = world.presence
-    assert [presence.holds(key) for key in (b"a", b"b", b"a")] == [None] * 3
-    assert world.asked == 1
-    assert presence.take_questions() == [b"a", b"b"]
-    presence.answer([b"a", b"b"], [True, False])
-    assert presence.holds(b"a") is True
-    assert presence.holds(b"b") is False
-    assert world.asked == 1
-
-
-def test_no_answer_by_the_deadline_means_no(world):
-    presence = world.presence
-    assert presence.holds(b"a") is None
-    world.now += 0.24
-    assert presence.holds(b"a") is None
-    world.now += 0.02
-    assert presence.holds(b"a") is False
-
-
 def test_an_answer_after_the_deadline_changes_nothing_yet(world):
     presence = world.presence
     presence.holds(b"a")
@@ -55,36 +35,6 @@ def test_an_answer_after_the_deadline_changes_nothing_yet(world):
     assert presence.holds(b"a") is False
     world.now += 1.1
     assert presence.holds(b"a") is None  # asked again
-
-
-@pytest.mark.parametrize(("present", "lasts_s"), [(True, 5.0), (False, 1.0)])
-def test_answers_expire(world, present, lasts_s):
-    presence = world.presence
-    presence.set(b"a", present)
-    world.now += lasts_s - 0.01
-    assert presence.holds(b"a") is present
-    world.now += 0.02
-    assert presence.holds(b"a") is None
-
-
-def test_a_failed_load_outlives_a_probe_that_says_otherwise(world):
-    presence = world.presence
-    presence.holds(b"a")
-    keys = presence.take_questions()
-    presence.forget([b"a"])
-    presence.answer(keys, [True])
-    assert presence.holds(b"a") is False
-    world.now += FORGOTTEN_S - 0.1
-    assert presence.holds(b"a") is False
-    presence.set(b"a", True)  # written again
-    assert presence.holds(b"a") is True
-
-
-def test_questions_nobody_takes_up_do_not_pile_up(world, monkeypatch):
-    monkeypatch.setattr(presence, "MAX_ENTRIES", 100)
-    for i in range(1000):
-        world.presence.holds(b"%d" % i)
-    assert len(world.presence.take_questions()) <= 100
 
 
 def test_memory_is_bounded_and_the_oldest_go_first(world, monkeypatch):

@@ -59,33 +59,6 @@ def test_its_threads_leave_the_cores_to_the_engine(process_rig):
     assert {os.getpriority(os.PRIO_PROCESS, thread) for thread in threads} == {least}
 
 
-def test_killed_while_it_reads_it_costs_misses_and_is_started_again(
-    process_rig, until, planned, caplog
-):
-    client = process_rig.open(("planned", "planned", planned.options))
-    process_rig.store(client, "planned", KEYS, until)
-    planned.set(process=Process("stubborn", 30))
-    first, tier, held = client._peer, client.tiers["planned"], []
-    load = process_rig.load(client, "planned", KEYS, first=20)
-    take = load.ended
-    load.ended = lambda *answer: (held.append(tier.holds(KEYS[0])), take(*answer))
-    time.sleep(0.1)
-    first.kill()
-    until(lambda: load.answers)
-    assert load.answers == [([False] * 8, "io_died", False)]
-    assert not held[0], "what it had is not known any more"
-    until(lambda: load.releases)
-    assert has_ended(first.pid), "its slots were free before it was reaped"
-    planned.set()
-    until(lambda: client._peer is not first and not client._is_opening)
-    process_rig.store(client, "planned", KEYS, until)
-    again = process_rig.load(client, "planned", KEYS, first=20)
-    assert until(lambda: again.answers) == [([True] * 8, "", True)]
-    assert client.died == 1
-    assert "is started again" in caplog.text
-    assert (len(load.answers), load.releases) == (1, 1)
-
-
 def test_jobs_submitted_while_it_is_away_are_misses_at_once(process_rig, until, monkeypatch):
     client = process_rig.open()
     monkeypatch.setattr(client, "_restart", lambda: None)  # or it may be back in no time

@@ -5,7 +5,6 @@ from manager_parts import Store, figures, keys, new_manager, put
 
 from kvoffload.backends.base import Removal
 from kvoffload.offload.base import ChunksRemoved, Reason
-from kvoffload.offload.events import MissReasons
 
 # ---- why a chunk is missing ----
 
@@ -105,26 +104,6 @@ def test_a_failed_load_is_explained_by_what_the_transfer_said():
     manager.prepare_load(keys("a", 1))
     manager.complete_load(keys("a", 1), success=False, reason="deadline")
     assert manager.explain(keys("a", 1)) == ["deadline"]
-
-
-def test_the_memory_of_departures_is_bounded(monkeypatch):
-    monkeypatch.setattr("kvoffload.offload.events.REMEMBERED_MISSES", 8)
-    manager = new_manager(slots=4)
-    for i in range(20):
-        put(manager, keys(f"prompt {i} ", 4))
-    assert manager.explain(keys("prompt 0 ", 1)) == ["never_stored"]
-    assert manager.explain(keys("prompt 18 ", 1)) == ["evicted"]
-    assert len(manager._events.reasons._index) <= 8
-
-
-def test_however_large_its_batches_the_memory_of_departures_is_bounded():
-    departures = MissReasons(8)
-    for count in (100, 3, 5, 100, 7):
-        departures.note(keys(f"prompt of {count} ", count), "reset")
-        assert sum(len(batch) for batch, _ in departures._batches) < 16
-    latest = [*keys("prompt of 100 ", 100)[-1:], *keys("prompt of 7 ", 7)]
-    assert [departures.reason(key) for key in latest] == ["reset"] * 8
-    assert departures.reason(keys("prompt of 100 ", 100)[-2]) == "never_stored"
 
 
 def test_a_chunk_dropped_once_and_written_later_was_evicted():

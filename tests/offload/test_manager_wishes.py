@@ -1,6 +1,5 @@
 """Admission, hints, rates, back-pressure and promotion: one by one."""
 
-import pytest
 from manager_parts import Store, figures, keys, new_manager, put
 
 from kvoffload.offload.base import ReqContext, StagedLoadStoreSpec
@@ -46,14 +45,6 @@ def test_without_names_each_call_counts_as_another_request():
     assert manager.prepare_store(keys("a", 1)).keys_to_store == tuple(keys("a", 1))
 
 
-def test_the_memory_of_sightings_is_bounded(monkeypatch):
-    monkeypatch.setattr("kvoffload.offload.admission.MIN_REMEMBERED", 16)
-    manager = new_manager(slots=4, store_threshold=2)
-    for i in range(100):
-        put(manager, keys(f"prompt {i} ", 4), name=f"r{i}")
-    assert len(manager._admission) == 16
-
-
 # ---- hints ----
 
 
@@ -77,42 +68,6 @@ def test_a_request_may_ask_for_some_tiers_only():
     only_far = ReqContext("r3", {"kvoffload": {"tiers": ["tier1"]}})
     assert manager.lookup_prefix(keys("d", 1), only_far) == (0, False)
     assert manager.lookup_prefix(keys("d", 1)) == (1, False)
-
-
-def test_priorities_decide_who_leaves_host_memory_first():
-    manager = new_manager(slots=3)
-    low, normal, high = keys("low", 1), keys("normal", 1), keys("high", 1)
-    put(manager, high, {"priority": 1}, "r1")
-    put(manager, normal)
-    put(manager, low, {"priority": -1}, "r2")
-    assert put(manager, keys("x", 1)).evicted_keys == tuple(low)
-    assert put(manager, keys("y", 2)).evicted_keys == (*normal, *keys("x", 1))
-    assert put(manager, keys("z", 3)).evicted_keys == (*keys("y", 2)[::-1], *high)
-    manager.check()
-
-
-@pytest.mark.parametrize(
-    "hint",
-    [
-        "nonsense",
-        {"ofload": False},
-        {"tiers": "disk"},
-        {"tiers": ["tape"]},
-        {"max_load_tokens": -1},
-        {"max_load_tokens": "many"},
-        {"priority": 1.5},
-        {"offload": None},
-    ],
-)
-def test_a_hint_that_makes_no_sense_is_ignored_counted_and_warned_about_once(hint, caplog):
-    manager = new_manager(stores=[Store()])
-    for name in ("r1", "r2"):
-        context = ReqContext(name, {"kvoffload": hint, "do_remote_prefill": True})
-        manager.hints(context)
-        hints = manager.hints(context)
-        assert (hints.offload, hints.max_load_tokens, hints.priority) == (True, None, 0)
-    assert manager.counters["hints_ignored"] == 2  # once a request
-    assert len(caplog.records) == 1
 
 
 def test_good_hints_beside_bad_ones_are_obeyed():
@@ -207,19 +162,6 @@ def test_what_comes_from_the_nearest_tier_is_written_nowhere():
     manager = new_manager(stores=[Store(keys("a", 3)), Store()])
     fetch(manager, keys("a", 3))
     assert take_written(manager) == set()
-
-
-def test_an_answer_that_comes_twice_changes_nothing(caplog):
-    manager = new_manager(stores=[Store()])
-    put(manager, keys("a", 2))
-    (transfer,) = manager.take_transfers()
-    manager.complete(transfer, [True, True])
-    manager.complete(transfer, [True, True])
-    manager.complete_load(keys("a", 2))
-    manager.complete_store(keys("a", 2))
-    assert manager.counters["unexpected_completion"] == 5
-    assert len(manager.take_events()) == 2
-    manager.check()
 
 
 def test_what_was_written_to_a_replaced_store_is_not_announced():

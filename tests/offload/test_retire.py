@@ -65,33 +65,6 @@ def written(manager, transfers):
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 2, 0)])
-def test_writes_that_end_after_the_request_keep_the_tail_first(policy, order):
-    manager = new_manager(policy, 6, [Store()], max_persisting_slots=6)
-    a = stored_in_steps(manager)
-    transfers = manager.take_transfers()
-    manager.retire(a, A)
-    written(manager, [transfers[i] for i in order])
-    manager.check()
-    assert evicted_one_by_one(manager, 6) == a[::-1]
-
-
-@pytest.mark.parametrize("policy", POLICIES)
-def test_slots_released_after_an_unsettled_write_keep_the_tail_first(policy):
-    manager = new_manager(policy, 4, [Store()], max_persisting_slots=4)
-    a = keys("a", 4)
-    manager.touch(a, A)
-    stored(manager, a)
-    (transfer,) = manager.take_transfers()
-    manager.retire(a, A)
-    ok = [False] * 4
-    manager.complete(transfer, ok, settled=False)
-    manager.release_slots(transfer.unsettled_slots(ok))
-    manager.check()
-    assert evicted_one_by_one(manager, 4) == a[::-1]
-
-
-@pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("unsettled", [0, 1, 2])
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 2, 0)])
 def test_a_slot_released_after_all_other_writes_keeps_the_tail_first(policy, order, unsettled):

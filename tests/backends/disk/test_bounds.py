@@ -129,16 +129,6 @@ async def test_the_stores_of_the_evicting_process_stay_at_the_high_watermark(tmp
     await backend.close()
 
 
-async def test_a_chunk_larger_than_the_store_is_refused_and_evicts_nothing(tmp_path):
-    backend = open_disk(tmp_path, capacity=ByteSize(2 * ON_DISK))
-    small, large = keys_of(2)
-    assert await write_all(backend, [small]) == [True]
-    assert await backend.write([large], filled([large], 3 * SIZE)) == [False]
-    assert backend.holds(small)
-    assert backend.counters() == {"refused_size": 1}
-    await backend.close()
-
-
 async def test_the_space_of_others_is_left_alone(tmp_path):
     backend = open_disk(tmp_path, min_free=ByteSize(1 << 60))
     assert await write_all(backend, keys_of(2)) == [False, False]
@@ -192,17 +182,6 @@ async def test_on_a_full_disk_reads_go_on_and_writes_resume_with_space(small_dis
             break
         await asyncio.sleep(0.01)
     assert await backend.read(keys_of(1, "later"), slots(1, SIZE)) == [True]
-    await backend.close()
-
-
-async def test_the_floor_is_kept_by_evicting_while_others_fill_the_disk(small_disk):
-    backend = open_disk(small_disk / "kv", io="buffered", min_free=ByteSize(1 << 20))
-    assert all(await write_all(backend, keys_of(40)))
-    (small_disk / "others").write_bytes(bytes(1 << 20))
-    assert all(await write_all(backend, keys_of(8, "more")))
-    space = os.statvfs(small_disk)
-    assert space.f_bavail * space.f_frsize >= (1 << 20) - ON_DISK
-    assert backend.counters()["evicted"] >= 10
     await backend.close()
 
 

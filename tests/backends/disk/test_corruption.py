@@ -76,30 +76,6 @@ async def test_a_damaged_file_is_a_miss_and_is_set_aside(store, kind):
     assert await backend.read([bad], slots(1, SIZE)) == [True]
 
 
-async def test_a_whole_file_in_the_wrong_place_is_a_miss(store):
-    backend, root = store
-    one, two = keys_of(2)
-    await backend.write([one, two], filled([one, two], SIZE))
-    files = files_of(root)
-    shutil.copy(files[one.hex()], root / "aside")
-    shutil.copy(files[two.hex()], files[one.hex()])
-    shutil.copy(root / "aside", files[two.hex()])
-    assert await backend.read([one, two], slots(2, SIZE)) == [False, False]
-    assert backend.counters()["corrupt_key"] == 2
-
-
-async def test_the_same_key_of_another_namespace_is_a_miss(store):
-    backend, root = store
-    (key,) = keys_of(1)
-    other = open_store(root, "two")
-    for one in (backend, other):
-        await one.write([key], filled([key], SIZE))
-    shutil.copy(files_of(root, "two")[key.hex()], files_of(root)[key.hex()])
-    assert await backend.read([key], slots(1, SIZE)) == [False]
-    assert backend.counters()["corrupt_namespace"] == 1
-    await other.close()
-
-
 @pytest.mark.parametrize("io", ["auto", "buffered", "cached"])
 async def test_what_is_no_file_is_a_miss_once_and_gives_way_to_a_store(tmp_path, io):
     backend, root = open_store(tmp_path, io=io), tmp_path

@@ -36,22 +36,6 @@ def test_a_second_engine_loads_what_the_first_computed(engine, options):
     assert "chunks" not in stats["tier_gauges"]["object"]
 
 
-def test_a_chunk_of_the_bucket_serves_an_engine_whose_disk_is_new(engine, options, tmp_path, until):
-    def tiers(name):
-        disk = {"type": "disk", "root": str(tmp_path / name), "capacity": "64MiB"}
-        return disk | {"min_free": 0}, {"type": "object", **options}
-
-    first = engine(*tiers("one"), io="thread")
-    first.store("prompt")
-    memory = {"cpu_bytes": 20 * 4096, "staging_bytes": 0}
-    second = engine(*tiers("two"), seed=2, io="thread", **memory)
-    second.truth = first.truth
-    assert second.load("prompt") == 10
-    assert second.connector.flush(20)
-    until(lambda: second.connector.stats()["tier_gauges"]["disk"]["chunks"] == 10)
-    assert second.connector.stats()["tier_events"]["object"]["read_ok"] == 10
-
-
 def test_an_engine_goes_on_without_its_bucket(engine, options, s3):
     tier = {"type": "object", **options, "timeout_s": 0.3, "endpoint": "http://127.0.0.1:1"}
     alone = engine(tier, io="thread")

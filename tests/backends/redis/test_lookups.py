@@ -3,7 +3,6 @@
 import pytest
 
 from kvoffload import open_backend
-from kvoffload.io.presence import FORGOTTEN_S
 from kvoffload.io.remote_tier import ANSWER_S
 from kvoffload.testing.backends import CHUNK_BYTES, keys_of, payload_of
 from kvoffload.transfer.slab import Slab
@@ -111,21 +110,6 @@ def test_after_a_restart_old_answers_count_for_two_seconds_at_most(server, engin
     assert engine.answers(keys) == [False] * 2
     assert engine.store(keys) == [True] * 2
     assert engine.load(keys) == [True] * 2
-
-
-@needs_redis
-def test_a_chunk_that_could_not_be_loaded_is_absent_until_it_is_stored(server, engine_on, until):
-    engine, keys = engine_on(server.url), keys_of(2)
-    assert engine.load(keys) == [False] * 2
-    engine.tier.forget(keys)  # as the manager does after a failed load
-    another = engine_on(server.url)
-    assert another.store(keys) == [True] * 2
-    engine.now_s = FORGOTTEN_S - 0.1
-    assert engine.known(keys) == [False] * 2
-    assert engine.store(keys[:1]) == [True]
-    until(lambda: engine.known(keys) == [True, False])
-    engine.now_s = FORGOTTEN_S
-    assert engine.answers(keys) == [True] * 2
 
 
 @needs_redis

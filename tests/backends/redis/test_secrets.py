@@ -74,16 +74,6 @@ def test_a_password_that_can_be_guessed_is_warned_of(secret, caplog, password):
     assert password not in line
 
 
-@pytest.mark.parametrize("url", ["redis://u:{}@h", "redis+cluster://:{}@h,i", "unix://u:{}@/s"])
-def test_a_password_in_the_url_is_refused_with_the_remedy(caplog, url):
-    error = refused(url=url.format(STRONG))
-    assert error.field == "url"
-    assert "password_file" in error.remedy
-    assert "password_env" in error.remedy
-    assert STRONG not in str(error)
-    assert warned(caplog, url="redis://u@h") == []
-
-
 @pytest.mark.parametrize("field", ["ca_file", "cert_file"])
 @pytest.mark.parametrize("url", ["redis://h", "unix:///s", "redis+cluster://h"])
 def test_settings_of_tls_are_refused_where_there_is_none(secret, field, url):

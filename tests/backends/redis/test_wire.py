@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import random
-import threading
 
 import pytest
 
@@ -189,23 +188,6 @@ async def test_a_cancelled_call_leaves_the_memory_alone_on_a_bad_line(server, na
                     block.clear()  # BufferError if anything still has a hold on it
 
 
-async def test_memory_of_the_caller_is_not_held_after_a_call(server):
-    """The caller can release views of a slab at once, also after failures."""
-    async with FaultProxy("127.0.0.1", server.port) as proxy:
-        async with RedisEngine(f"redis://127.0.0.1:{proxy.port}") as engine:
-            await engine.back()
-            for fault in ([], [CutAfter(100_000)], [HangAfter(1000)], [Garbage(50_000)]):
-                proxy.to_client = fault
-                memory = [bytearray(CHUNK_BYTES) for _ in engine.keys]
-                views = [memoryview(block) for block in memory]
-                await asyncio.wait_for(engine.backend.read(engine.keys, views), LIMIT_S)
-                await asyncio.wait_for(engine.backend.write(keys_of(8, str(fault)), views), LIMIT_S)
-                for view in views:
-                    view.release()
-                for block in memory:
-                    block.clear()  # BufferError if anything still has a hold on it
-
-
 async def test_a_server_that_answers_anything_but_redis(tmp_path):
     """Another program listens on the port: it talks first, echoes, or stays silent."""
     talk = {
@@ -226,18 +208,3 @@ async def test_a_server_that_answers_anything_but_redis(tmp_path):
             async with RedisEngine(f"redis://127.0.0.1:{port}") as engine:
                 assert await engine.load() == [False] * 8
                 assert await engine.store() == [False] * 8
-
-
-async def test_connections_and_threads_do_not_grow_with_failures(server):
-    before = set(threading.enumerate())
-    async with FaultProxy("127.0.0.1", server.port) as proxy:
-        async with RedisEngine(f"redis://127.0.0.1:{proxy.port}") as engine:
-            for _ in range(20):
-                proxy.to_client = [CutAfter(50_000)]
-                await asyncio.gather(*(engine.load() for _ in range(4)), engine.store())
-                proxy.to_client = []
-                await engine.load()
-            assert engine.count("connections") <= 3
-    # Other tests' backends may have threads that begin or end meanwhile.
-    begun = [thread.name for thread in set(threading.enumerate()) - before]
-    assert len([name for name in begun if "redis" in name.lower()]) <= 1

@@ -151,23 +151,6 @@ def test_a_killed_redis(night):
     assert night.shows('absent(ALERTS{alertname="KVOffloadTierDown", alertstate="firing"})')
 
 
-def test_a_wrong_password(night):
-    known = ("-a", "the first password")
-    night.redis.cli(*known, "config", "set", "requirepass", "the next password")
-    night.redis.cli("-a", "the next password", "client", "kill", "type", "normal")
-    assert night.fires("KVOffloadTierDown", tier="redis")
-    night.secret.write_text("the next password")
-    assert night.shows('kvoffload_tier_up{tier="redis"} == 1')
-
-
-def test_a_removed_folder(night):
-    while left := list(night.root.iterdir()):  # the engine may be writing
-        for entry in left:
-            shutil.rmtree(entry, ignore_errors=True) if entry.is_dir() else entry.unlink()
-    assert night.shows('kvoffload_tier_events_total{tier="disk", reason="remade"} > 0')
-    assert night.stores_again()
-
-
 def test_flipped_bits(night):
     prompt = night.prompt(1)
     answer = night.server.ask(prompt)

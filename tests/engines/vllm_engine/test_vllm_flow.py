@@ -62,19 +62,6 @@ def test_loads_at_a_slow_but_steady_rate_never_time_out(engine, prompts, told, s
     assert not events(engine)["failed_deadline"]
 
 
-def test_a_request_waits_for_the_load_of_another_one_while_chunks_come(
-    engine, prompts, told, set_plan
-):
-    """The chunks that it wants arrive for twice the time after which a stalled load ends."""
-    set_plan(trickle={"seconds": 0.1})
-    answer, took_s = generate(engine, prompts(4, LENGTH)[:1] * 2)
-    set_plan()
-    assert answer["cached"] == [CACHED] * 2
-    assert answer["tokens"] == told[:1] * 2
-    assert took_s > CHUNKS * 0.1
-    assert "lookup_timeout" not in events(engine)
-
-
 def test_a_load_that_stalls_ends_its_timeout_after_the_last_chunk(engine, prompts, told, set_plan):
     set_plan(trickle={"seconds": TRICKLE_S, "chunks": 20})
     answer, took_s = generate(engine, prompts(4, LENGTH)[2:3])

@@ -56,16 +56,6 @@ def test_a_request_learns_where_its_chunks_were(engine, prompts):
     assert engine.generate(new)["told"] == [None]
 
 
-def test_no_more_is_loaded_than_was_asked_for(engine, prompts):
-    new = prompts(1, 1000, seed=1)
-    engine.generate(new)
-    forget_gpu(engine)
-    limited = engine.generate(new, hints={"max_load_tokens": 100})
-    assert limited["cached"] == [96]  # whole chunks
-    forget_gpu(engine)
-    assert engine.generate(new)["cached"] == [992]
-
-
 def test_what_requests_ask_for_is_recorded(engine, root, prompts):
     file = root.parent / "requests.jsonl"
     before = len(read_trace(file).requests)

@@ -3,7 +3,6 @@
 from types import SimpleNamespace
 
 import pytest
-from opcodes import count_opcodes
 
 pytest.importorskip("vllm.version", reason="vLLM is not installed; see make test-vllm")
 
@@ -95,17 +94,6 @@ def stored(manager, keys):
     return manager.prepare_store(keys).job
 
 
-def test_a_store_counts_only_after_the_last_rank_and_only_where_all_have_it(manager):
-    jobs = JobTable(manager, num_ranks=2)
-    jobs.begin(5, stored(manager, KEYS[:2]))
-    assert report(5, (True, True)).answer(jobs) == []
-    assert manager.lookup(KEYS[0]) is False
-    (ended,) = report(5, (True, False)).answer(jobs)
-    assert ended.ok == (True, False)
-    assert [manager.lookup(key) for key in KEYS[:2]] == [True, False]
-    manager.check()
-
-
 def test_a_failed_load_is_forgotten_before_anyone_can_look_again(manager):
     jobs = JobTable(manager, num_ranks=2)
     jobs.begin(1, stored(manager, KEYS[:2]))
@@ -116,18 +104,6 @@ def test_a_failed_load_is_forgotten_before_anyone_can_look_again(manager):
     assert manager.lookup(KEYS[0]) is False
     assert manager.lookup(KEYS[1]) is True
     assert manager.busy_slots == 0
-
-
-def test_slots_stay_out_of_use_until_every_rank_has_let_go(manager):
-    jobs = JobTable(manager, num_ranks=2)
-    jobs.begin(1, stored(manager, KEYS[:1]))
-    report(1, (False,), settled=False).aggregate(report(1, (True,))).answer(jobs)
-    assert manager.busy_slots == 1
-    later = WorkerReport()
-    later.settled.append(1)
-    later.answer(jobs)
-    assert manager.busy_slots == 0
-    manager.check()
 
 
 def test_a_job_that_settles_with_its_last_answer_ends_settled():
@@ -148,48 +124,6 @@ def test_a_job_that_settles_with_its_last_answer_ends_settled():
     assert manager.busy_slots == 0
     # The chunks took their place in the order of the ended request: its tail leaves first.
     assert manager.prepare_store(KEYS[4:8]).evicted_keys == tuple(KEYS[3::-1])
-
-
-def test_what_a_reset_overtook_ends_as_if_it_had_failed(manager):
-    jobs = JobTable(manager, num_ranks=1)
-    jobs.begin(1, stored(manager, KEYS[:2]))
-    manager.reset_cache()
-    jobs.mark_stale()
-    report(1, (True, True)).answer(jobs)
-    assert [manager.lookup(key) for key in KEYS[:2]] == [False, False]
-    assert manager.busy_slots == 0
-
-
-@pytest.mark.parametrize("kind", ["store", "load"])
-def test_the_end_of_a_whole_job_costs_the_manager_nothing_for_each_chunk(kind):
-    took = []
-    for count in (100, 600):
-        manager = TieredOffloadingManager(HostCache(count, LRUPolicy(count)))
-        keys = [make_offload_key(i.to_bytes(32, "big"), 0) for i in range(count)]
-        context = OurContext("r")
-        job = manager.prepare_store(keys, context).job
-        if kind == "load":
-            manager.complete(job, (True,) * count)
-            job = manager.begin_load(keys, context)
-        jobs = JobTable(manager, num_ranks=1)
-        jobs.begin(1, job)
-        answer = report(1, (True,) * count)
-        took.append(count_opcodes(lambda b=jobs, a=answer: a.answer(b), "/kvoffload/offload/"))
-        assert manager.lookup_prefix(keys) == (count, False)
-        assert manager.busy_slots == 0
-    assert (took[1] - took[0]) / 500 < 1
-
-
-def test_a_rank_that_lacks_its_part_makes_the_chunk_absent():
-    presence = TierIndex([0, 1], 1.0)
-    for rank, keys in enumerate((KEYS[:2], KEYS[:1])):
-        presence.apply(rank, keys, [])
-        presence.completed(rank)
-    assert [presence.holds(key) for key in KEYS[:3]] == [True, False, False]
-    presence.written(KEYS[2:3])
-    assert presence.holds(KEYS[2])
-    presence.forget([KEYS[0], KEYS[2]])
-    assert [presence.holds(key) for key in KEYS[:3]] == [False, False, False]
 
 
 # ---- the adapter ----

@@ -4,7 +4,6 @@ import dataclasses
 import enum
 import json
 import logging
-import os
 import re
 import shutil
 import types
@@ -363,28 +362,6 @@ def test_settings_of_ours_that_change_no_byte_share_chunks(model):
 
 
 # ---- weights ----
-
-
-def test_the_same_weights_at_another_place_with_other_times_share_chunks(model, tmp_path):
-    copy = tmp_path / "copy"
-    shutil.copytree(model, copy)
-    os.utime(copy / "model.safetensors", ns=(1, 1))
-    assert known(copy) == known(model)
-
-
-def test_other_weights_of_equal_size_and_time_are_not_taken_for_the_same(model, tmp_path):
-    from safetensors.torch import load_file, save_file
-
-    copy = tmp_path / "copy"
-    shutil.copytree(model, copy)
-    file = copy / "model.safetensors"
-    facts = os.stat(file)
-    state = load_file(file)
-    merged = {name: value + 0.05 * ("proj" in name) for name, value in state.items()}
-    save_file(merged, file, {"format": "pt"})
-    os.utime(file, ns=(facts.st_atime_ns, facts.st_mtime_ns))
-    assert os.stat(file).st_size == facts.st_size
-    assert known(copy) != known(model)
 
 
 @pytest.mark.parametrize(

@@ -107,19 +107,6 @@ def test_a_cleared_engine_computes_again_and_a_restart_finds_what_it_stored_sinc
     assert [answer["tokens"], answer["cached"]] == [told, [192]]
 
 
-def test_outputs_stay_right_while_tiers_are_emptied(engine, operator, prompts, traffic):
-    wanted = prompts(6, 300, seed=3, shared=100)
-    told = engine.generate(wanted)["tokens"]
-    with traffic(engine, wanted, told) as requests:
-        requests.wait_for_hits(200)
-        for _ in range(3):
-            for words in (["--yes"], ["--tier", "cpu"], ["--tier", "disk", "--yes"]):
-                assert operator.ask("clear", *words)["cleared"]
-                requests.wait_for(2)
-        hits = requests.cached
-        requests.wait_for_hits(hits + 200)
-
-
 def test_text_is_looked_up_with_the_engines_tokenizer(engine, operator):
     words = [f"w{number % 400 + 10}" for number in range(100)]
     found = operator.ask("lookup", "--text", "-", input=" ".join(words))

@@ -60,30 +60,3 @@ def test_queued_prompts_come_early_from_disk(start, plain, prompts, tmp_path, ba
     assert found["vllm:kvoffload_queue_chunks read_early"] > 0
     assert found["vllm:kvoffload_queue_requests"] == 0
     assert found["vllm:kvoffload_queue_kept_bytes"] == 0
-
-
-@pytest.mark.long
-def test_aborts_while_chunks_come_early_leave_nothing(start, plain, prompts, tmp_path):
-    engine, ten = start(settings(7 * 32, tmp_path), **ALONE), prompts(10, TOKENS)
-    engine.generate(ten, max_tokens=4)
-    engine.ask("quiet")
-    aborted = {str(i): 3 + i for i in range(1, 10, 2)}
-    answer = engine.generate(ten, max_tokens=4, abort=aborted)
-    found = engine.ask("quiet")
-    engine.kill()
-    for i, told in enumerate(answer["reasons"]):
-        assert told == "aborted" or answer["tokens"][i] == plain[i]
-    assert found["vllm:kvoffload_queue_requests"] == 0
-    assert found["vllm:kvoffload_queue_kept_bytes"] == 0
-    assert found["vllm:kvoffload_host_chunks_busy"] == 0
-
-
-@pytest.mark.long
-def test_without_a_share_the_queue_is_not_looked_at(start, plain, prompts):
-    engine, five = start(settings(4 * 32, waiting_share=0), **ALONE), prompts(10, TOKENS)[:5]
-    answer = engine.generate(five * 3, max_tokens=4)
-    found = engine.ask("quiet")
-    engine.kill()
-    assert answer["tokens"] == plain[:5] * 3
-    assert sum(answer["cached"][5:]) < 0.2 * 10 * CACHED
-    assert not found.get("vllm:kvoffload_queue_chunks kept")

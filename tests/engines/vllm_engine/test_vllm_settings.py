@@ -26,12 +26,6 @@ from kvoffload.connectors.vllm.start import check_layout, check_version, is_test
 from kvoffload.errors import ConfigError
 from kvoffload.transfer.slab import available_host_bytes
 
-
-def test_a_misspelt_setting_is_refused_with_a_suggestion():
-    with pytest.raises(ConfigError, match="did you mean 'cpu_bytes'"):
-        read_settings({"cpu_byte": "1GiB"})
-
-
 DISK = {"type": "disk", "root": "/nowhere", "capacity": "1GiB"}
 
 
