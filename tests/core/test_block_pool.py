@@ -152,10 +152,3 @@ def test_blocks_with_the_same_contents_stand_in_for_each_other():
 def test_a_pool_needs_a_block_beside_the_null_block():
     with pytest.raises(InsufficientMemoryError, match="at least 2"):
         BlockPool(1)
-
-
-def test_the_smallest_pool_has_one_block_beside_the_null_block():
-    pool = BlockPool(2)
-    assert pool.take(1) == [1]
-    pool.release([1])
-    check_pool(pool)

@@ -14,7 +14,6 @@ from kvoffload.core.interface import (
     MambaSpec,
     MLAAttentionSpec,
     SlidingWindowSpec,
-    UniformTypeKVCacheSpecs,
 )
 from kvoffload.core.manager import KVCacheManager
 from kvoffload.core.request import Request
@@ -118,14 +117,6 @@ def test_a_state_is_kept_for_others_only_where_a_step_ended_with_a_block():
     assert manager.get_computed_blocks(request(manager, 16, "shorter"))[1] == 0
 
 
-def test_a_state_takes_two_blocks_whatever_the_length():
-    manager = cache(state())
-    one = request(manager, 200)
-    for _ in range(20):
-        compute(manager, one, 9)
-        assert sum(map(bool, manager.get_block_ids("r")[0])) <= 2
-
-
 def test_a_block_as_long_as_the_request_holds_its_one_state():
     manager = cache(state(block_size=1000))
     one = request(manager, 200)
@@ -158,34 +149,6 @@ def test_encoder_states_are_taken_once_and_never_shared():
     assert manager.num_free_blocks == 99
 
 
-def test_groups_agree_on_the_longest_prefix_all_can_use():
-    manager = cache(full(), window(6), num_blocks=60)
-    one = request(manager, 41)
-    compute(manager, one, 41)
-    full_table, window_table = manager.get_block_ids("r")
-    manager.free(one)
-    manager.evict_blocks({window_table[7]})
-    found, hit = manager.get_computed_blocks(request(manager, 41, "again"))
-    assert hit == 40  # the window at 40 lies behind the missing block
-    manager.evict_blocks({window_table[9]})
-    found, hit = manager.get_computed_blocks(request(manager, 41, "once more"))
-    assert hit == 28
-    assert found.blocks == (full_table[:7], [0] * 5 + window_table[5:7])
-    manager.evict_blocks({full_table[3]})
-    assert manager.get_computed_blocks(request(manager, 41, "last"))[1] == 12
-
-
-def test_one_chain_serves_groups_of_different_block_sizes():
-    manager = cache(full(8), window(6, 4), state(2))
-    assert (manager.hash_block_size, manager.block_size) == (2, 8)
-    one = request(manager, 33)
-    compute(manager, one, 16)
-    compute(manager, one, 8)
-    compute(manager, one, 9)
-    assert [len(table) for table in manager.get_block_ids("r")] == [5, 9, 17]
-    assert manager.get_computed_blocks(request(manager, 33, "again"))[1] == 24
-
-
 def test_external_tokens_take_no_blocks_behind_a_window():
     manager = cache(full(), window(6), num_blocks=20)
     one = request(manager, 41)
@@ -198,21 +161,6 @@ def test_external_tokens_take_no_blocks_behind_a_window():
     assert manager.get_computed_blocks(request(manager, 41, "again"))[1] == 40
     assert not manager.keeps_all_blocks
     assert cache(full(), MLAAttentionSpec(4, **SHAPE)).keeps_all_blocks
-
-
-def test_hits_of_all_groups_are_held_before_anything_is_taken():
-    manager = cache(full(), window(9), num_blocks=12)
-    one = request(manager, 17)
-    compute(manager, one, 17)  # five blocks in each group
-    manager.free(one)
-    other = request(manager, 21, "again")
-    found, hit = manager.get_computed_blocks(other)
-    assert hit == 16
-    assert manager.allocate_slots(other, 5, num_new_computed_tokens=hit, new_computed_blocks=found)
-    check_manager(manager)
-    tables = manager.get_block_ids("again")
-    assert [table[:4] for table in tables] == [found.blocks[0], [0, 0, *found.blocks[1][2:]]]
-    assert len({block for table in tables for block in table if block}) == 10
 
 
 def test_look_ahead_slots_are_taken_but_not_registered():
@@ -268,15 +216,6 @@ def test_a_refused_request_that_asks_again_gets_the_same_answer_until_something_
     manager.free(hog)
     hit, new = attempt()
     assert (hit, len(new.blocks[0])) == (8, 7)
-
-
-def test_layers_of_different_width_are_one_group():
-    spec = UniformTypeKVCacheSpecs.from_specs(
-        {"a": window(6), "b": SlidingWindowSpec(4, 8, 4, torch.float16, sliding_window=6)}
-    )
-    manager = cache(spec)
-    compute(manager, request(manager, 41), 41)
-    assert manager.get_computed_blocks(request(manager, 41, "again"))[1] == 40
 
 
 def test_layers_that_keep_nothing_are_no_group():

@@ -61,35 +61,6 @@ def test_a_refused_allocation_takes_nothing(make_manager, make_request):
     assert manager.num_free_blocks == 4
 
 
-def test_decoding_takes_a_block_when_the_last_is_full(make_manager, make_request):
-    manager = make_manager(10)
-    request = make_request([1, 2, 3])
-    admit(manager, request)
-    for token in range(4, 10):
-        request.append_token_ids([token])
-        assert manager.allocate_slots(request, 1) is not None
-        request.num_computed_tokens += 1
-        check_manager(manager)
-    assert manager.get_block_ids(request.request_id) == ([1, 2, 3],)
-    assert manager.get_computed_blocks(make_request(list(range(1, 20))))[1] == 8
-
-
-def test_external_tokens_get_slots_and_are_found_only_after_they_came(make_manager, make_request):
-    manager = make_manager(10)
-    request, other = make_request(list(range(13))), make_request(list(range(13)))
-    new = manager.allocate_slots(
-        request, 0, num_external_computed_tokens=12, delay_cache_blocks=True
-    )
-    assert new.get_block_ids() == ([1, 2, 3],)
-    assert manager.get_computed_blocks(other)[1] == 0
-    request.num_computed_tokens = 8  # the last block did not come
-    manager.cache_blocks(request, 8)
-    assert manager.get_computed_blocks(other)[1] == 8
-    assert manager.allocate_slots(request, 5).get_block_ids() == ([4],)
-    assert manager.get_computed_blocks(other)[1] == 12
-    check_manager(manager)
-
-
 def test_blocks_that_a_transfer_reads_are_not_reused_until_given_back(make_manager, make_request):
     manager = make_manager(5)
     request = make_request(list(range(16)))
@@ -101,15 +72,6 @@ def test_blocks_that_a_transfer_reads_are_not_reused_until_given_back(make_manag
     assert manager.num_free_blocks == 4
     with pytest.raises(UsageError, match="given back before"):
         manager.free_blocks(held)
-
-
-def test_evicted_blocks_are_not_found_any_more(make_manager, make_request):
-    manager = make_manager(10)
-    request = make_request(list(range(16)))
-    admit(manager, request)
-    manager.evict_blocks({2})
-    check_manager(manager)
-    assert manager.get_computed_blocks(make_request(list(range(16))))[1] == 4
 
 
 def test_a_cache_is_reset_only_when_nobody_holds_blocks(make_manager, make_request):

@@ -109,18 +109,6 @@ def test_blocks_that_lost_the_prefix_are_refused(loss):
     refused(manager, one, found, hit)
 
 
-def test_a_prefix_that_another_request_computed_again_elsewhere_is_refused():
-    manager = cache(6)
-    serve(manager, request("first", range(8)))
-    one = request("late", range(9))
-    found, hit = manager.get_computed_blocks(one)
-    serve(manager, request("other", range(100, 112)))
-    serve(manager, request("another", range(200, 208)))
-    serve(manager, request("again", range(8)))
-    assert (found.blocks, manager.get_computed_blocks(one)[0].blocks) == (([1, 2],), ([5, 4],))
-    refused(manager, one, found, hit)
-
-
 def test_a_prefix_that_lies_in_the_same_blocks_of_another_group_is_refused():
     manager = cache(3, WINDOW, WINDOW)
     one = request("late", range(4 + 1))
@@ -133,65 +121,7 @@ def test_a_prefix_that_lies_in_the_same_blocks_of_another_group_is_refused():
     refused(manager, one, found, hit, count=0)
 
 
-def test_a_long_prefix_that_lost_one_block_is_refused():
-    manager = cache(200)
-    serve(manager, request("first", range(400)))
-    one = request("late", range(401))
-    found, hit = manager.get_computed_blocks(one)
-    manager.evict_blocks([70])
-    refused(manager, one, found, hit)
-
-
 # Every way in which others may act between lookup and allocation without harm.
-
-
-def test_requests_planned_together_are_admitted_though_others_lost_blocks():
-    manager = cache(12)
-    planned = []
-    for first in (0, 100, 200):
-        serve(manager, request(f"first {first}", range(first, first + 8)))
-        one = request(f"r{first}", range(first, first + 9))
-        planned.append((one, *manager.get_computed_blocks(one)))
-    assert [hit for *_, hit in planned] == [8, 8, 8]
-    manager.evict_blocks(planned[0][1].blocks[0])
-    for one, found, hit in planned[1:]:
-        assert allocate(manager, one, found, hit) is not None
-    refused(manager, *planned[0])
-
-
-def test_blocks_freed_by_their_holder_since_are_adopted():
-    manager = cache(20)
-    holder = request("holder", range(8))
-    allocate(manager, holder, None, 0)
-    one = request("late", range(9))
-    found, hit = manager.get_computed_blocks(one)
-    manager.free(holder)
-    serve(manager, request("other", range(100, 140)))
-    assert allocate(manager, one, found, hit) is not None
-    assert manager.get_block_ids("late")[0][:2] == [1, 2]
-
-
-def test_blocks_that_hold_the_same_prefix_again_are_adopted():
-    manager = cache(4)
-    serve(manager, request("first", range(8)))
-    one = request("late", range(9))
-    found, hit = manager.get_computed_blocks(one)
-    manager.pool.release(manager.pool.take(3)[::-1])  # the order of reuse begins with block 1
-    assert manager.get_computed_blocks(one)[1] == 0
-    serve(manager, request("again", range(8)))
-    assert allocate(manager, one, found, hit) is not None
-
-
-def test_a_hit_refused_for_lack_of_blocks_is_used_when_there_are_enough():
-    manager = cache(7)
-    serve(manager, request("first", range(8)))
-    holder = request("holder", range(100, 116))
-    allocate(manager, holder, None, 0)
-    one = request("late", range(12))
-    found, hit = manager.get_computed_blocks(one)
-    assert allocate(manager, one, found, hit) is None
-    manager.free(holder)
-    assert allocate(manager, one, found, hit) is not None
 
 
 def test_a_block_that_the_window_left_behind_may_be_lost():

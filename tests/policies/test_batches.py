@@ -1,7 +1,6 @@
 """A batch decides as calls for each key do, after any history."""
 
 import random
-from collections import OrderedDict
 
 import pytest
 from hypothesis import given, settings
@@ -64,29 +63,6 @@ def test_batches_decide_as_single_calls(policy_class, capacity, calls, seed):
             both("add", new[: capacity - len(batch) - len(pinned)])
         assert len(batch) == len(single)
     assert list(batch.victims(capacity)) == list(single.victims(capacity))
-
-
-@pytest.mark.parametrize("capacity", [5, 64, 1000])
-def test_lru_leaves_in_the_order_of_last_use(capacity):
-    """Far more turnover than one look-ahead reads, against an ``OrderedDict``."""
-    policy, reference, rng = LRUPolicy(capacity), OrderedDict(), random.Random(capacity)
-    for _ in range(20 * capacity):
-        key = key_of(rng.randrange(2 * capacity))
-        if key in reference:
-            if rng.random() < 0.2:
-                policy.remove([key])
-                del reference[key]
-            else:
-                policy.touch([key])
-                reference.move_to_end(key)
-            continue
-        if len(reference) == capacity:
-            count = rng.randrange(1, 1 + min(capacity, rng.choice([1, 3, capacity])))
-            gone = [reference.popitem(last=False)[0] for _ in range(count)]
-            assert list(policy.victims(count)) == gone
-        policy.add([key])
-        reference[key] = None
-    assert list(policy.victims(capacity)) == list(reference)
 
 
 class MostRecentFirst(LRUPolicy):

@@ -1,13 +1,11 @@
 """The handicap policy learns from its load how much being seen once should count."""
 
 import random
-import zlib
 
 import pytest
 
 from kvoffload.policies.arc import ARCPolicy
 from kvoffload.policies.handicap import HandicapPolicy
-from kvoffload.policies.history import PinnedState, RotatingBloomFilter
 from kvoffload.policies.lru import LRUPolicy
 from kvoffload.replay.simulate import replay
 from kvoffload.replay.synthetic import SyntheticOptions, generate
@@ -77,30 +75,3 @@ def test_a_pin_is_no_use():
     again.touch([b"used"])
     again.add([b"used"])
     assert list(again.victims(2)) == [b"other", b"used"]
-
-
-def test_the_filter_remembers_all_of_the_last_keys_and_forgets_older_ones():
-    seen = RotatingBloomFilter(1000)
-    sums = [zlib.crc32(b"%d" % i) for i in range(6000)]
-    for at, checksum in enumerate(sums):
-        seen.note([checksum], at % 3 + 1)
-    assert all(seen.recall(sums[at]) >= at % 3 + 1 for at in range(5000, 6000))
-    assert sum(seen.recall(checksum) > 0 for checksum in sums[:3000]) < 200
-    exact = sum(seen.recall(sums[at]) == at % 3 + 1 for at in range(5000, 6000))
-    assert exact > 950
-
-
-def test_a_fresh_filter_knows_nothing_and_so_does_a_cleared_one():
-    seen = RotatingBloomFilter(10)
-    seen.note([3], 1)
-    seen.clear()
-    assert [seen.recall(checksum) for checksum in range(100)] == [0] * 100
-
-
-def test_notes_on_absent_keys_are_dropped_beyond_their_limit():
-    pinned = PinnedState(2)
-    for key in (b"a", b"b", b"c"):
-        pinned.keep([key], [1])
-    assert list(pinned) == [b"b", b"c"]
-    pinned.drop([b"b"])
-    assert list(pinned) == [b"c"]

@@ -35,34 +35,6 @@ class Told:
             self.order.expect(claim or prompt[-1], prompt, in_s)
 
 
-def test_the_claim_that_is_due_last_gives_up_its_chunks_tail_first():
-    told = Told()
-    for name, in_s in ("a", 30), ("b", 90), ("c", 60):
-        told.use(keys(name, 3), name.encode(), in_s)
-    assert told.order.victims(7) == [*keys("b", 3)[::-1], *keys("c", 3)[::-1], keys("a", 3)[-1]]
-
-
-def test_a_chunk_stays_for_the_soonest_of_its_claims():
-    told = Told()
-    head = keys("head", 2)
-    told.use(head + keys("a", 2), b"a", 900)
-    told.use(head + keys("b", 2), b"b", 10)
-    told.use(keys("c", 2), b"c", 500)
-    assert told.order.victims(4) == [*keys("a", 2)[::-1], *keys("c", 2)[::-1]]
-    assert told.order.victims(9) == [*keys("b", 2)[::-1], *head[::-1]]
-
-
-def test_who_does_not_come_is_believed_less_and_less():
-    told = Told()
-    told.use(keys("late", 1), b"late", 10)
-    told.use(keys("later", 1), b"later", 160)
-    told.now_s = 80.0  # late is overdue by 70 s: expected in 75; later comes in 80
-    assert told.order.victims(1) == keys("later", 1)
-    told.use(keys("later", 1), b"later", 70)
-    told.now_s = 90.0  # 80 s overdue, against 60 s from now
-    assert told.order.victims(1) == keys("late", 1)
-
-
 def test_a_claim_that_is_due_now_counts_as_due_within_the_grace():
     told = Told()
     told.use(keys("now", 1), b"now", 0)
