@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from typing import NamedTuple, TypeVar
 
-from kvoffload.backends.base import ReadResult, check_lengths
+from kvoffload.backends.base import ReadResult, Written, check_lengths
 from kvoffload.backends.blocking_pool import run_once, undisturbed
 from kvoffload.backends.counted import CountedBackend, Kind
 from kvoffload.backends.frames import Frames
@@ -86,7 +86,7 @@ class AsyncBackend(CountedBackend, ABC):
         """
 
     @abstractmethod
-    async def put(self, key: bytes, header: bytes, chunk: memoryview) -> bool:
+    async def put(self, key: bytes, header: bytes, chunk: memoryview) -> Written:
         """Store ``header`` and then ``chunk``, in place of what is there, whole or not at all.
 
         Answer False if that is impossible; keep no reference to ``chunk``.
@@ -142,11 +142,11 @@ class AsyncBackend(CountedBackend, ABC):
 
     async def write(
         self, keys: Sequence[bytes], chunks: Sequence[memoryview], tenants: Sequence[bytes] = ()
-    ) -> list[bool]:
+    ) -> list[Written]:
         """See :meth:`Backend.write`; headers tell of ``tenants``, one a key, or none."""
         check_lengths(keys, chunks)
 
-        async def store(i: int) -> bool:
+        async def store(i: int) -> Written:
             key, chunk, tenant = keys[i], chunks[i].cast("B"), tenants[i] if tenants else b""
             header, stored = await _computed(chunk, self.__frames.pack, key, chunk, tenant)
             try:

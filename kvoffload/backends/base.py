@@ -23,8 +23,34 @@ from kvoffload.errors import ConfigError
 from kvoffload.policies.told_return import ToldReturn
 
 
-class ReadResult(Enum):
-    """Why a chunk was read or not: true for ``HIT`` alone, and equal to the bool it stands for.
+class _Answer(Enum):
+    """More than a bool, and equal to the bool it stands for."""
+
+    def __bool__(self) -> bool:
+        return True
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or (isinstance(other, bool) and other == bool(self))
+
+    def __hash__(self) -> int:
+        return hash(bool(self))
+
+    def __radd__(self, count: int) -> int:
+        return count + bool(self)  # so that sum(answers) counts the hits
+
+
+class WriteResult(_Answer):
+    """What became of a chunk; a backend may answer a write with plain bools instead."""
+
+    PRESENT = "present"
+    """It can be read back, and nothing was moved: the store had it."""
+
+
+Written = bool | WriteResult
+
+
+class ReadResult(_Answer):
+    """Why a chunk was read or not: true for ``HIT`` alone.
 
     A backend may answer a read with plain bools instead; False then counts as ``MISSING``.
     """
@@ -48,15 +74,6 @@ class ReadResult(Enum):
 
     def __bool__(self) -> bool:
         return self is ReadResult.HIT
-
-    def __eq__(self, other: object) -> bool:
-        return self is other or (isinstance(other, bool) and other == bool(self))
-
-    def __hash__(self) -> int:
-        return hash(bool(self))
-
-    def __radd__(self, count: int) -> int:
-        return count + bool(self)  # so that sum(answers) counts the hits
 
 
 _BY_REASON = {
@@ -105,10 +122,11 @@ class Backend(Protocol):
         """
         ...
 
-    async def write(self, keys: Sequence[bytes], chunks: Sequence[memoryview]) -> list[bool]:
+    async def write(self, keys: Sequence[bytes], chunks: Sequence[memoryview]) -> Sequence[Written]:
         """Store each chunk whole or not at all; True means it can be read back from now on.
 
-        Equal keys mean equal bytes: a key already stored may be left as it is (True).
+        Equal keys mean equal bytes: a key already stored may be left as it is, which
+        :class:`WriteResult` tells.
         """
         ...
 

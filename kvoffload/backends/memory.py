@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from kvoffload.backends.base import ReadResult, Removal, Usage
+from kvoffload.backends.base import ReadResult, Removal, Usage, WriteResult, Written
 from kvoffload.backends.changes import ChangedKeys
 from kvoffload.backends.threaded import InlineBackend
 from kvoffload.config import ByteSize
@@ -61,13 +61,13 @@ class MemoryBackend(InlineBackend):
         into[:] = chunk
         return ReadResult.HIT
 
-    def store(self, key: bytes, chunk: memoryview) -> bool:
+    def store(self, key: bytes, chunk: memoryview) -> Written:
         if chunk.nbytes > self._capacity:
             self.count("refused_size")
             return False
         if key in self._chunks:
             self._chunks.move_to_end(key)
-            return True
+            return WriteResult.PRESENT
         while self._resident_bytes + chunk.nbytes > self._capacity:
             victim = next(iter(self._chunks))
             self._drop(victim)

@@ -30,7 +30,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Protocol, TypeVar
 
-from kvoffload.backends.base import ReadResult, check_lengths
+from kvoffload.backends.base import ReadResult, Written, check_lengths
 from kvoffload.backends.blocking_pool import BlockingPool, run_once, start_once
 from kvoffload.backends.counted import CountedBackend, Kind
 from kvoffload.backends.frames import Frames
@@ -73,7 +73,7 @@ class ChunkwiseBackend(CountedBackend, ABC):
         """Fill ``into`` with the chunk, verified; or answer False or a :class:`ReadResult`."""
 
     @abstractmethod
-    def store(self, key: bytes, chunk: memoryview) -> bool:
+    def store(self, key: bytes, chunk: memoryview) -> Written:
         """Store the chunk whole, or answer False; keep no reference to ``chunk``."""
 
     @abstractmethod
@@ -105,7 +105,7 @@ class ChunkwiseBackend(CountedBackend, ABC):
             ReadResult.UNAVAILABLE,
         )
 
-    async def write(self, keys: Sequence[bytes], chunks: Sequence[memoryview]) -> list[bool]:
+    async def write(self, keys: Sequence[bytes], chunks: Sequence[memoryview]) -> list[Written]:
         check_lengths(keys, chunks)
         return await self.run_each(
             "write", len(keys), lambda i: self.store(keys[i], chunks[i].cast("B")), False
@@ -350,7 +350,7 @@ class ThreadedBackend(ThreadPoolBackend):
         """
 
     @abstractmethod
-    def put(self, key: bytes, header: bytes, chunk: memoryview) -> bool:
+    def put(self, key: bytes, header: bytes, chunk: memoryview) -> Written:
         """Store ``header`` and then ``chunk``, in place of what is there, whole or not at all.
 
         Answer False if that is impossible; keep no reference to ``chunk``.
@@ -368,7 +368,7 @@ class ThreadedBackend(ThreadPoolBackend):
 
     async def write(
         self, keys: Sequence[bytes], chunks: Sequence[memoryview], tenants: Sequence[bytes] = ()
-    ) -> list[bool]:
+    ) -> list[Written]:
         """See :meth:`Backend.write`; headers tell of ``tenants``, one a key, or none."""
         if not tenants:
             return await super().write(keys, chunks)
@@ -380,7 +380,7 @@ class ThreadedBackend(ThreadPoolBackend):
             False,
         )
 
-    def store(self, key: bytes, chunk: memoryview, tenant: bytes = b"") -> bool:
+    def store(self, key: bytes, chunk: memoryview, tenant: bytes = b"") -> Written:
         header, stored = self.__frames.pack(key, chunk, tenant)
         try:
             return self.put(key, header, stored)

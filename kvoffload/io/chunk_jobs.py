@@ -6,13 +6,13 @@ from collections import deque
 from collections.abc import Callable, Coroutine, Mapping, Sequence, Set
 from typing import Any, TypeVar
 
-from kvoffload.backends.base import Answers, ReadsEach, reason_of
+from kvoffload.backends.base import ReadsEach, WriteResult, reason_of
 from kvoffload.backends.blocking_pool import undisturbed
 from kvoffload.io.loans import Lends, Loans
 from kvoffload.io.open_stores import OpenStore, read_each_for, text_of, write_for
-from kvoffload.io.protocol import Answered, Arrived, Load, Store, ToClient
+from kvoffload.io.protocol import HAD, Answered, Arrived, Load, Store, ToClient
 
-_A = TypeVar("_A", bound=Answers)
+_A = TypeVar("_A", bound=Sequence[Any])
 
 Moved = Callable[[Load | Store, Sequence[int], float], None]
 
@@ -133,7 +133,8 @@ class ChunkJobs:
         try:
             views = self._views(order, range(len(keys)))
             answers = await write_for(store.backend, keys, views, order.tenants)
-            ok[:] = bytes(map(bool, same_length(answers, keys)))
+            same_length(answers, keys)
+            ok[:] = bytes(HAD if a is WriteResult.PRESENT else bool(a) for a in answers)
         except Exception as error:
             text = "%s: write of %d chunks failed: %s"
             store.failures.warning(text, store.name, len(keys), text_of(error))

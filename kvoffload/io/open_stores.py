@@ -11,7 +11,15 @@ from msgspec import convert
 
 from kvoffload import registry
 from kvoffload.backends.admin import Purges
-from kvoffload.backends.base import Answers, Backend, LocalIndex, Observable, ReadsEach, Spares
+from kvoffload.backends.base import (
+    Answers,
+    Backend,
+    LocalIndex,
+    Observable,
+    ReadsEach,
+    Spares,
+    Written,
+)
 from kvoffload.backends.blocking_pool import run_once
 from kvoffload.backends.log_rate import Throttle
 from kvoffload.errors import ConfigError
@@ -228,7 +236,7 @@ async def write_for(
     keys: Sequence[bytes],
     chunks: Sequence[memoryview],
     tenants: Sequence[bytes],
-) -> Sequence[bool]:
+) -> Sequence[Written]:
     """Write chunks, and say whose they are where the store keeps that.
 
     Raises:
@@ -237,7 +245,7 @@ async def write_for(
     """
     if not tenants:
         return await backend.write(keys, chunks)
-    write: Callable[..., Awaitable[Sequence[bool]]] = backend.write
+    write: Callable[..., Awaitable[Sequence[Written]]] = backend.write
     return await write(keys, chunks, *_taken(write, keys, tenants))
 
 

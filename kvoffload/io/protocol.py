@@ -13,7 +13,9 @@ from msgspec.structs import replace
 
 from kvoffload.policies.told_return import ToldReturn
 
-VERSION = 11
+VERSION = 12
+HAD = 2
+"""In answers to a store: the chunk was there, and nothing was moved."""
 _LENGTH_BYTES = 4
 MOST_BYTES = 1 << 28
 """A longer message is none of ours: its length is garbage."""
@@ -221,6 +223,7 @@ class Answered(_Message):
 
     job: int
     ok: bytes
+    """0: it failed; 1: it was moved; :data:`HAD`."""
     reason: str
     io_time_s: float
 

@@ -283,11 +283,11 @@ class RemoteTier:
     def moved(self, order: Load | Store, answer: Answered, is_current: bool = True) -> None:
         """Take in the answer of a load or store; an index announces stored keys by itself."""
         sizes, ok = order.sizes, answer.ok
-        good = ok.count(1)
+        good = ok.count(1)  # a chunk that the store had was not moved
         if isinstance(sizes, int):
             num_bytes = sizes * good
         else:
-            num_bytes = sum(size for size, fine in zip(sizes, ok, strict=True) if fine)
+            num_bytes = sum(size for size, fine in zip(sizes, ok, strict=True) if fine == 1)
         traffic = self._loads if isinstance(order, Load) else self._stores
         traffic.add(good, num_bytes, answer.io_time_s)
         cache = self._cache

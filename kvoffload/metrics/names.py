@@ -107,9 +107,9 @@ LOAD_CHUNKS = _counter("load_chunks", "tier", "chunks",
 LOAD_SECONDS = _histogram("load_seconds", "tier", "seconds",
     "Durations of these copies and reads, a batch each.")
 STORE_BYTES = _counter("store_bytes", "tier", "bytes",
-    "Bytes copied from the KV cache, or stored on the tier; what it had already is among them.")
+    "Bytes copied from the KV cache, or stored on the tier; not what it had already.")
 STORE_CHUNKS = _counter("store_chunks", "tier", "chunks",
-    "Chunks copied from the KV cache, or stored on the tier; what it had already is among them.")
+    "Chunks copied from the KV cache, or stored on the tier; not what it had already.")
 STORE_SECONDS = _histogram("store_seconds", "tier", "seconds",
     "Durations of these copies and writes, a batch each.")
 EVICTIONS = _counter("evictions", "tier reason", "chunks",

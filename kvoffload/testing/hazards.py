@@ -72,7 +72,7 @@ class HazardSuite(OpensBackends):
         answers: list[bool] = []
         assert isinstance(backend, Observable)
         for key in keys:
-            answers += await backend.write([key], filled([key]))
+            answers.extend(map(bool, await backend.write([key], filled([key]))))
             resident_bytes, capacity_bytes, *_ = backend.usage()
             assert capacity_bytes is not None
             assert (resident_bytes or 0) <= capacity_bytes

@@ -36,6 +36,16 @@ def test_each_chunk_has_its_own_answer_and_reason(rig, until):
     assert load.answers == [([True, True, False, False], "missing", True)]
 
 
+@pytest.mark.parametrize("kind", ["memory", "disk", "folder"])
+def test_a_chunk_that_the_store_has_is_no_traffic(rig, until, tmp_path, kind):
+    options = {} if kind == "memory" else {"root": str(tmp_path), "capacity": "1MiB"}
+    client = rig.open(("tier", kind, options | ({"min_free": 0} if kind == "disk" else {})))
+    for keys in (KEYS[:4], KEYS[:6], KEYS[:6]):
+        rig.store(client, "tier", keys, until)
+    stored = {name: value for name, _, value in client.tiers["tier"]._stores.samples()}
+    assert (stored["store_chunks"], stored["store_bytes"]) == (6, 6 * 4096)
+
+
 def test_sizes_of_chunks_may_differ(rig, until, listener):
     client = rig.open()
     rig.slab.rows[:] = 7

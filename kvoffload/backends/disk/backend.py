@@ -17,7 +17,7 @@ import threading
 from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from typing import Any, TypeVar
 
-from kvoffload.backends.base import Described, ReadResult, Removal, Usage, check_lengths
+from kvoffload.backends.base import Described, ReadResult, Removal, Usage, Written, check_lengths
 from kvoffload.backends.blocking_pool import run_once, start_once
 from kvoffload.backends.disk import manifest
 from kvoffload.backends.disk.chunk_file import bytes_on_disk
@@ -105,7 +105,7 @@ class DiskBackend(ThreadPoolBackend):
     def load(self, key: bytes, into: memoryview) -> ReadResult:
         return self._store.load(key, into)
 
-    def store(self, key: bytes, chunk: memoryview) -> bool:
+    def store(self, key: bytes, chunk: memoryview) -> Written:
         return self._store.store(key, chunk)
 
     def delete(self, key: bytes) -> None:
@@ -168,7 +168,7 @@ class DiskBackend(ThreadPoolBackend):
 
     async def write(
         self, keys: Sequence[bytes], chunks: Sequence[memoryview], tenants: Sequence[bytes] = ()
-    ) -> list[bool]:
+    ) -> list[Written]:
         """Write chunks, each whole or not at all; the first write names the namespace on disk."""
         if self._refuses("write", len(keys)):
             return [False] * len(keys)
@@ -180,10 +180,11 @@ class DiskBackend(ThreadPoolBackend):
         new = (c.nbytes for k, c in zip(keys, chunks, strict=True) if name_of(0, k) not in index)
         reservation = Reservation(self._store.space, new)
 
-        def store(i: int) -> bool:
+        def store(i: int) -> Written:
             tenant = tenants[i] if tenants else b""
             return self._store.store(keys[i], chunks[i].cast("B"), reservation, tenant)
 
+        answers: list[Written]
         try:
             is_quick = self.is_quick(chunks)
             answers = await self.run_each("write", len(keys), store, False, is_quick=is_quick)

@@ -13,7 +13,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 
-from kvoffload.backends.base import ReadResult, Removal
+from kvoffload.backends.base import ReadResult, Removal, WriteResult, Written
 from kvoffload.backends.counted import Counts
 from kvoffload.backends.disk.chunk_file import ChunkFiles, bytes_on_disk, choose_io, reason_of
 from kvoffload.backends.disk.chunk_forms import Draft, Form, Seen
@@ -207,14 +207,14 @@ class DiskStore(Counts):
         chunk: memoryview,
         reservation: Reservation | None = None,
         tenant: bytes = b"",
-    ) -> bool:
+    ) -> Written:
         """Store a chunk, in room of ``reservation`` if it is one of a job."""
         name, repairs = name_of(0, key), self.root.repairs
         if name in self.index and self.exists(key):
             if self.uses.expires:
                 self.uses.used([name])
             with contextlib.suppress(FileNotFoundError):  # it has left: store it again
-                return self._make_durable(name, is_new=False)
+                return self._make_durable(name, is_new=False) and WriteResult.PRESENT
         room = (reservation or Reservation(self.space, ())).take(chunk.nbytes)
         if room is None:
             return False

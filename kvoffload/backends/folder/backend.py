@@ -17,7 +17,15 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from kvoffload.backends.asynchronous import AsyncBackend, Verdict
-from kvoffload.backends.base import Described, ReadResult, Removal, Usage, check_lengths
+from kvoffload.backends.base import (
+    Described,
+    ReadResult,
+    Removal,
+    Usage,
+    WriteResult,
+    Written,
+    check_lengths,
+)
 from kvoffload.backends.blocking_pool import run_once
 from kvoffload.backends.disk import manifest
 from kvoffload.backends.disk.chunk_file import bytes_on_disk
@@ -154,10 +162,10 @@ class FolderBackend(AsyncBackend):
         self._troubles.warning("%r: a chunk cannot be read: %s", self, found.reason)
         return ReadResult.of(found.reason)
 
-    async def put(self, key: bytes, header: bytes, chunk: memoryview) -> bool:
+    async def put(self, key: bytes, header: bytes, chunk: memoryview) -> Written:
         if self._known.holds(key) and await self._is_there(key):
             self.count("write_present")
-            return True
+            return WriteResult.PRESENT
         reason = await self._asked(
             "write", lambda turn: self._write(turn, key, header, chunk), "late"
         )
@@ -239,7 +247,7 @@ class FolderBackend(AsyncBackend):
 
     async def write(
         self, keys: Sequence[bytes], chunks: Sequence[memoryview], tenants: Sequence[bytes] = ()
-    ) -> list[bool]:
+    ) -> list[Written]:
         """Write chunks, each whole or not at all; the first write names the namespace there."""
         check_lengths(keys, chunks)
         for key in keys:

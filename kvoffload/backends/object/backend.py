@@ -23,7 +23,14 @@ from typing import NamedTuple
 import msgspec
 
 from kvoffload.backends.admin import Finding, throughput
-from kvoffload.backends.base import Described, ReadResult, Usage, check_lengths
+from kvoffload.backends.base import (
+    Described,
+    ReadResult,
+    Usage,
+    WriteResult,
+    Written,
+    check_lengths,
+)
 from kvoffload.backends.blocking_pool import BlockingPool, run_once, start_once
 from kvoffload.backends.header import Header, check_key, parse_header
 from kvoffload.backends.log_rate import Throttle
@@ -189,7 +196,7 @@ class ObjectBackend(ThreadedBackend, ObjectAdmin):
 
     async def write(
         self, keys: Sequence[bytes], chunks: Sequence[memoryview], tenants: Sequence[bytes] = ()
-    ) -> list[bool]:
+    ) -> list[Written]:
         check_lengths(keys, chunks)
         for key in keys:
             check_key(key)
@@ -224,7 +231,7 @@ class ObjectBackend(ThreadedBackend, ObjectAdmin):
         except Failed as failed:
             return failed.failure.result
 
-    def put(self, key: bytes, header: bytes, chunk: memoryview) -> bool:
+    def put(self, key: bytes, header: bytes, chunk: memoryview) -> Written:
         name, replace = naming.chunk_name(self._tag, key), key in self._useless
 
         def transfer() -> Put:
@@ -246,7 +253,7 @@ class ObjectBackend(ThreadedBackend, ObjectAdmin):
         if self._manifest is not None:
             self._manifest.add(key)
         self._renew_facts()
-        return True
+        return is_new or WriteResult.PRESENT
 
     def delete(self, key: bytes) -> None:
         try:

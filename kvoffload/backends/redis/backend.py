@@ -19,7 +19,14 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 
 from kvoffload.backends.admin import Finding, throughput
-from kvoffload.backends.base import Described, ReadResult, Usage, check_lengths
+from kvoffload.backends.base import (
+    Described,
+    ReadResult,
+    Usage,
+    WriteResult,
+    Written,
+    check_lengths,
+)
 from kvoffload.backends.blocking_pool import BlockingPool, start_once
 from kvoffload.backends.header import NOT_DAMAGED, check_key, namespace_digest
 from kvoffload.backends.log_rate import Throttle
@@ -123,7 +130,7 @@ class RedisBackend(ThreadPoolBackend, RedisAdmin):
 
     async def write(
         self, keys: Sequence[bytes], chunks: Sequence[memoryview], tenants: Sequence[bytes] = ()
-    ) -> list[bool]:
+    ) -> list[Written]:
         """Store chunks; only prolong the life of those that the server has.
 
         A value of another version or key is replaced: the tier would never serve its key otherwise.
@@ -132,12 +139,12 @@ class RedisBackend(ThreadPoolBackend, RedisAdmin):
         for key in keys:
             check_key(key)
         prolonged = await self._count(keys, b"PEXPIRE", self._ttl_ms)
-        ok = [
-            answer == 1 and key not in self._passed_over
+        ok: list[Written] = [
+            answer == 1 and key not in self._passed_over and WriteResult.PRESENT
             for key, answer in zip(keys, prolonged, strict=True)
         ]
         if any(ok):
-            self.count("write_present", sum(ok))
+            self.count("write_present", sum(map(bool, ok)))
             self._info.note_use()
         left = [i for i, is_present in enumerate(ok) if not is_present]
 

@@ -17,6 +17,7 @@ from collections.abc import Callable, Collection, Sequence
 from itertools import islice
 from typing import Protocol
 
+from kvoffload.backends.base import WriteResult, Written
 from kvoffload.io.lent_memory import ADVICE
 from kvoffload.policies.base import Policy
 from kvoffload.policies.kept_order import KeptOrder
@@ -252,7 +253,7 @@ class HostMemory:
 
         return starts, end
 
-    def write(self, name: Name, header: bytes, chunk: memoryview) -> bool:
+    def write(self, name: Name, header: bytes, chunk: memoryview) -> Written:
         """Keep a chunk, unless it is here; False: there is no room for it.
 
         Raises:
@@ -261,7 +262,7 @@ class HostMemory:
         with self._lock:
             if (known := self._find(name)) is not None:
                 if known.size == chunk.nbytes:
-                    return True
+                    return WriteResult.PRESENT
                 self._remove(name)
             runs = self._take(max(1, -(-chunk.nbytes // BLOCK)))
         if runs is None:

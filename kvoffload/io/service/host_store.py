@@ -4,7 +4,7 @@ import asyncio
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 
-from kvoffload.backends.base import LocalIndex, ReadResult, Removal, Spares, Usage
+from kvoffload.backends.base import LocalIndex, ReadResult, Removal, Spares, Usage, Written
 from kvoffload.backends.changes import ChangedKeys
 from kvoffload.backends.threaded import ThreadedBackend
 from kvoffload.io.service.host_memory import HostMemory
@@ -41,11 +41,11 @@ class HostStore(ThreadedBackend, LocalIndex, Spares):
     def get(self, key: bytes, header: memoryview, into: memoryview) -> bool:
         return self._memory.read(self._number + key, header, into)
 
-    def put(self, key: bytes, header: bytes, chunk: memoryview) -> bool:
-        if self._memory.write(self._number + key, header, chunk):
-            return True
-        self.count("refused_size")
-        return False
+    def put(self, key: bytes, header: bytes, chunk: memoryview) -> Written:
+        written = self._memory.write(self._number + key, header, chunk)
+        if not written:
+            self.count("refused_size")
+        return written
 
     def has(self, key: bytes) -> bool:
         return self._number + key in self._memory
@@ -73,7 +73,7 @@ class HostStore(ThreadedBackend, LocalIndex, Spares):
 
     async def write(
         self, keys: Sequence[bytes], chunks: Sequence[memoryview], tenants: Sequence[bytes] = ()
-    ) -> list[bool]:
+    ) -> list[Written]:
         answers = await super().write(keys, chunks, tenants)
         self._memory.reorder([self._number + key for key in reversed(keys)])
         return answers

@@ -17,6 +17,8 @@ from kvoffload.backends.base import (
     Removal,
     Spares,
     Usage,
+    WriteResult,
+    Written,
     check_lengths,
 )
 from kvoffload.backends.changes import ChangedKeys
@@ -97,11 +99,11 @@ class Layers(Observable, ReadsEach, Spares):
 
     async def write(
         self, keys: Sequence[bytes], chunks: Sequence[memoryview], tenants: Sequence[bytes] = ()
-    ) -> list[bool]:
+    ) -> list[Written]:
         check_lengths(keys, chunks)
         layers = self.layers.values()
         answers = await _together(write_for(each, keys, chunks, tenants) for each in layers)
-        return [any(of_key) for of_key in zip([False] * len(keys), *answers, strict=True)]
+        return list(map(_best, zip([False] * len(keys), *answers, strict=True)))
 
     async def remove(self, keys: Sequence[bytes]) -> None:
         await _together(layer.remove(keys) for layer in self.layers.values())
@@ -218,6 +220,12 @@ def layered(layers: Mapping[str, Backend], *, late_have_index: bool = True) -> L
     """Return stores as one; with an index if all of them have one, and those to be added later."""
     is_indexed = all(isinstance(layer, LocalIndex) for layer in layers.values())
     return IndexedLayers(layers) if is_indexed and late_have_index else Layers(layers)
+
+
+def _best(answers: Sequence[Written]) -> Written:
+    """Return the answer of a layer that stored the chunk, or else of one that had it."""
+    is_new = any(answer and answer is not WriteResult.PRESENT for answer in answers)
+    return is_new or (any(answers) and WriteResult.PRESENT)
 
 
 def _total(figures: Sequence[int | None]) -> int | None:

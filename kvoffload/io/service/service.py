@@ -65,7 +65,7 @@ class EngineTraffic:
         """Take in that a job has ended."""
         sizes = order.sizes if isinstance(order.sizes, list) else [order.sizes] * len(ok)
         # Too few sizes are an engine's mistake, and the verdicts say so.
-        moved = [size for size, good in zip(sizes, ok, strict=False) if good]
+        moved = [size for size, good in zip(sizes, ok, strict=False) if good == 1]
         self._of[type(order)].add(len(moved), sum(moved), seconds)
 
     def samples(self) -> Iterator[Sample]:

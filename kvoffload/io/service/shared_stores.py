@@ -20,6 +20,7 @@ from kvoffload.backends.base import (
     Removal,
     Spares,
     Usage,
+    Written,
 )
 from kvoffload.backends.changes import ChangedKeys
 from kvoffload.errors import ConfigError
@@ -295,7 +296,7 @@ class StoreView(Observable, Lends, Spares, Purges):
 
     async def write(
         self, keys: Sequence[bytes], chunks: Sequence[memoryview], tenants: Sequence[bytes] = ()
-    ) -> list[bool]:
+    ) -> Sequence[Written]:
         if self._is_closed:
             return [False] * len(keys)
         answers = await self._store.write(keys, chunks, tenants)

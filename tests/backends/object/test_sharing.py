@@ -6,6 +6,7 @@ import time
 import pytest
 
 from kvoffload import open_backend
+from kvoffload.backends.base import WriteResult
 from kvoffload.backends.header import namespace_digest, pack_header
 from kvoffload.backends.object import bucket
 from kvoffload.backends.object.naming import chunk_name, namespace_tag
@@ -105,8 +106,9 @@ async def test_google_stores_and_loads_and_a_second_store_is_refused(monkeypatch
         options = {**place, "token_env": "KV_TOKEN", "ttl_s": 10**8, "timeout_s": PATIENT_S}
         backend = open_backend("object", options, "n")
         assert await backend.contains(keys) == [False] * 2
-        for _ in range(2):
-            assert await backend.write(keys[:1], filled(keys[:1])) == [True]
+        for is_there in (False, True):
+            (stored,) = await backend.write(keys[:1], filled(keys[:1]))
+            assert stored is (WriteResult.PRESENT if is_there else True)
         assert await backend.contains(keys) == [True, False]
         into = slots(2)
         assert await backend.read(keys, into) == [True, False]

@@ -5,6 +5,7 @@ import asyncio
 import pytest
 
 from kvoffload import open_backend
+from kvoffload.backends.base import WriteResult
 from kvoffload.backends.redis import node
 from kvoffload.backends.redis.sealer import Sealer
 from kvoffload.testing.backends import CHUNK_BYTES, filled, keys_of, slots
@@ -36,7 +37,7 @@ async def test_reading_and_storing_again_prolong_a_chunks_life(empty):
         empty.cli("pexpire", name, "5000")
     await backend.read(keys[:1], slots(1))
     assert sorted(int(empty.cli("ttl", name)) > 50 for name in names) == [False, True]
-    await backend.write(keys, filled(keys))
+    assert set(await backend.write(keys, filled(keys))) == {WriteResult.PRESENT}
     assert all(int(empty.cli("ttl", name)) > 50 for name in names)
     assert backend.counters()["write_present"] == 2  # and nothing was sent again
     await backend.close()

@@ -15,6 +15,7 @@ from kvoffload.config import parse_config
 from kvoffload.errors import ConfigError
 from kvoffload.io import greeting
 from kvoffload.io.protocol import (
+    HAD,
     VERSION,
     Answered,
     Await,
@@ -107,7 +108,7 @@ def serves(talk):
     talk.send(Load(2, "serve", KEYS, [4, 5, 6, 7], SLOT))
     loaded = talk.hear(Answered).ok
     talk.close()
-    return stored == loaded == b"\1\1\1\1"
+    return set(stored) <= {1, HAD} and loaded == b"\1\1\1\1"
 
 
 def with_fds(sock, data, fds):
@@ -161,7 +162,7 @@ def test_what_is_no_message_ends_the_session_alone(talk, data):
     engine.sock.sendall(data)
     assert engine.is_ended()
     other.send(Store(1, "serve", KEYS, [0, 1, 2, 3], SLOT))
-    assert other.hear(Answered).ok == b"\1\1\1\1"
+    assert set(other.hear(Answered).ok) <= {1, HAD}
 
 
 def test_slots_keys_and_names_that_cannot_be_are_misses(talk):
@@ -185,7 +186,7 @@ def test_slots_keys_and_names_that_cannot_be_are_misses(talk):
         assert not any(engine.hear(Answered).ok), order
     engine.send(Remove("none", KEYS), Await([(-1, KEYS)] * 1000))
     engine.send(Store(20, "serve", KEYS, [0, 1, 2, 3], SLOT))
-    assert engine.hear(Answered).ok == b"\1\1\1\1"
+    assert set(engine.hear(Answered).ok) <= {1, HAD}
 
 
 @pytest.mark.parametrize(

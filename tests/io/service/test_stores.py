@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from kvoffload import open_backend
-from kvoffload.backends.base import Usage
+from kvoffload.backends.base import Usage, WriteResult
 from kvoffload.io.service import host_store
 from kvoffload.io.service.host_memory import BLOCK, HostMemory
 from kvoffload.io.service.host_store import HostStore
@@ -70,6 +70,18 @@ class TestMemoryAboveDisk(BackendSuite):
 
 async def written(store, keys, size=CHUNK_BYTES):
     assert await store.write(keys, filled(keys, size)) == [True] * len(keys)
+
+
+async def test_a_chunk_that_all_layers_have_is_told_apart_from_one_that_a_layer_took(tmp_path):
+    disk = {"root": str(tmp_path / "kv"), "capacity": "64MiB", "min_free": 0}
+    layers = {"memory": HostStore(new_memory(), "n"), "disk": open_backend("disk", disk, "n")}
+    store, keys = layered(layers), keys_of(2)
+    await written(store, keys)
+    await layers["memory"].remove(keys[:1])
+    new, old = await store.write(keys, filled(keys))
+    assert new is True
+    assert old is WriteResult.PRESENT
+    await store.close()
 
 
 async def test_the_memory_takes_chunks_of_all_namespaces_and_of_any_size():
