@@ -194,8 +194,7 @@ class OffloadConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
             raise ConfigError("store_threshold", self.store_threshold, "must be at least 1")
         if not 0 <= self.waiting_share <= 1:
             raise ConfigError("waiting_share", self.waiting_share, "must be a part: from 0 to 1")
-        if not 0 < self.tenant_share <= 1:
-            raise ConfigError("tenant_share", self.tenant_share, "must be above 0, and at most 1")
+        check_share(self.tenant_share)
         if self.tenant_share < 1 and not self.tenants:
             remedy = 'means nothing without "tenants": true'
             raise ConfigError("tenant_share", self.tenant_share, remedy)
@@ -235,6 +234,12 @@ def check_socket_path(field: str, path: str) -> None:
         raise ConfigError(field, path, "must be an absolute path, such as /run/kvoffload/s")
     if len(os.fsencode(path)) > _LONGEST_PATH:
         raise ConfigError(field, path, f"is too long for a socket: {_LONGEST_PATH} bytes at most")
+
+
+def check_share(share: float) -> None:
+    """Refuse what cannot be a tenant's part of a store; raises ConfigError."""
+    if not 0 < share <= 1:
+        raise ConfigError("tenant_share", share, "must be above 0, and at most 1")
 
 
 def check_metrics_port(port: int | None) -> None:

@@ -89,8 +89,8 @@ def tenants_of(config: OffloadConfig) -> TenantShares | None:
 def _without_shares(config: OffloadConfig) -> list[str]:
     """Return the names of the tiers whose settings have no share of tenants."""
 
-    def has_shares(kind: str) -> bool:
-        return kind != SERVE and hasattr(
+    def has_shares(kind: str) -> bool:  # those of a server are its own setting
+        return kind == SERVE or hasattr(
             registry.load(registry.BACKENDS, kind).Options, "tenant_share"
         )
 

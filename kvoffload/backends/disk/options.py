@@ -5,7 +5,7 @@ import os
 import msgspec
 
 from kvoffload.backends.disk.limits import Limits
-from kvoffload.config import ByteSize
+from kvoffload.config import ByteSize, check_share
 from kvoffload.errors import ConfigError
 
 IO_MODES = ("auto", "direct", "cached", "buffered")
@@ -66,8 +66,7 @@ class DiskOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
             threads = getattr(self, field)
             if threads is not None and not 1 <= threads <= MAX_THREADS:
                 raise ConfigError(field, threads, f"must be 1 to {MAX_THREADS}")
-        if not 0 < self.tenant_share <= 1:
-            raise ConfigError("tenant_share", self.tenant_share, "must be above 0, and at most 1")
+        check_share(self.tenant_share)
         if not self.stall_s > 0:
             raise ConfigError("stall_s", self.stall_s, "must be a positive number of seconds")
 

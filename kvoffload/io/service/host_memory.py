@@ -13,7 +13,7 @@ import mmap
 import os
 import threading
 import weakref
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from itertools import islice
 from typing import Protocol
 
@@ -21,6 +21,7 @@ from kvoffload.backends.base import WriteResult, Written
 from kvoffload.io.lent_memory import ADVICE
 from kvoffload.policies.base import Policy
 from kvoffload.policies.kept_order import KeptOrder
+from kvoffload.policies.tenant_order import TenantOrder, TenantShares
 
 log = logging.getLogger(__name__)
 BLOCK = 16 << 10
@@ -88,6 +89,7 @@ class HostMemory:
         make_policy: makes the eviction order for a number of chunks.
         lends: whether other processes can map the memory. Many systems give private memory large
             pages, and shared memory none.
+        tenants: shares of the tenants that :meth:`own` tells; used by this memory alone.
 
     Raises:
         OSError: the system refuses so much memory.
@@ -95,7 +97,12 @@ class HostMemory:
     """
 
     def __init__(
-        self, capacity_bytes: int, make_policy: Callable[[int], Policy], *, lends: bool = False
+        self,
+        capacity_bytes: int,
+        make_policy: Callable[[int], Policy],
+        *,
+        lends: bool = False,
+        tenants: TenantShares | None = None,
     ) -> None:
         blocks = capacity_bytes // BLOCK
         if blocks < 1:
@@ -126,7 +133,7 @@ class HostMemory:
         self._tables: dict[bytes, dict[bytes, _Chunk]] = {}
         """A namespace's number → its chunks by their keys: listing one looks at no other."""
         self._num_chunks = 0
-        self._make_policy = make_policy
+        self._make_policy, self._tenants = make_policy, tenants
         self._spared: set[Name] = set()
         """What requests in the engines' queues need, whether it is here or not."""
         self._order: KeptOrder | None = None
@@ -282,6 +289,20 @@ class HostMemory:
                     self._release(runs)
         return True
 
+    def own(self, names: Iterable[Name], tenants: Iterable[bytes]) -> None:
+        """Note the tenants of chunks about to be stored, before room is made for them."""
+        if self._tenants is not None:
+            with self._lock:
+                for name, tenant in zip(names, tenants, strict=True):
+                    if name not in self:
+                        self._tenants.own((name,), tenant)
+
+    def disown(self, names: Iterable[Name]) -> None:
+        """Take back :meth:`own` for chunks that were not stored."""
+        if self._tenants is not None:
+            with self._lock:
+                self._tenants.forget(name for name in names if name not in self)
+
     def drop(self, names: Sequence[Name]) -> int:
         """Remove the chunks that are here; return how many there were."""
         with self._lock:
@@ -364,7 +385,11 @@ class HostMemory:
     def _order_of(self, size: int) -> KeptOrder:
         if self._order is None:  # policies count chunks: all are as large as the first, say
             chunks = self.capacity_bytes // (-(-max(1, size) // BLOCK) * BLOCK)
-            self._order = KeptOrder(self._make_policy(max(1, chunks)), self._spared)
+            policy = self._make_policy(max(1, chunks))
+            if self._tenants is not None:
+                self._tenants.limit(chunks)
+                policy = TenantOrder(policy, self._tenants)
+            self._order = KeptOrder(policy, self._spared)
         return self._order
 
     def _remove(self, name: Name) -> None:
@@ -375,6 +400,8 @@ class HostMemory:
     def _leave(self, name: Name) -> None:
         chunk = self._tables[name[:_NUMBER]].pop(name[_NUMBER:])
         self._num_chunks -= 1
+        if self._tenants is not None:
+            self._tenants.forget((name,))
         chunk.is_gone = True
         if not chunk.num_readers:
             self._release(chunk.runs)

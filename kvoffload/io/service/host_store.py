@@ -74,8 +74,14 @@ class HostStore(ThreadedBackend, LocalIndex, Spares):
     async def write(
         self, keys: Sequence[bytes], chunks: Sequence[memoryview], tenants: Sequence[bytes] = ()
     ) -> list[Written]:
-        answers = await super().write(keys, chunks, tenants)
-        self._memory.reorder([self._number + key for key in reversed(keys)])
+        names = [self._number + key for key in keys]
+        if tenants:
+            self._memory.own(names, tenants)
+        try:
+            answers = await super().write(keys, chunks, tenants)
+        finally:
+            self._memory.disown(names)
+        self._memory.reorder(names[::-1])
         return answers
 
     async def closing(self) -> None:

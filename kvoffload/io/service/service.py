@@ -35,6 +35,7 @@ from kvoffload.metrics.names import (
     ENGINES_LEAVING,
 )
 from kvoffload.metrics.samples import Sample, Traffic
+from kvoffload.policies.tenant_order import TenantShares
 
 log = logging.getLogger(__name__)
 
@@ -87,7 +88,8 @@ class Service:
     def __init__(self, config: ServeConfig) -> None:
         try:
             policy = registry.load(registry.POLICIES, config.policy, "policy")
-            self.memory = HostMemory(config.memory, policy, lends=config.lend)
+            shares = TenantShares(config.tenant_share) if config.tenant_share < 1 else None
+            self.memory = HostMemory(config.memory, policy, lends=config.lend, tenants=shares)
         except OSError as error:
             remedy = f"the system refuses so much memory ({error.strerror}); ask for less"
             raise ConfigError("memory", int(config.memory), remedy) from error

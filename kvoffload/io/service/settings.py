@@ -10,6 +10,7 @@ from kvoffload.config import (
     BackendConfig,
     Bytes,
     check_metrics_port,
+    check_share,
     check_socket_path,
     convert,
     read_tiers,
@@ -28,6 +29,9 @@ class ServeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     """Memory for chunks of all engines, each rounded up to whole blocks of 16 KiB."""
     policy: str = "handicap"
     """Which chunks leave the memory first; a name of the ``kvoffload.policies`` group."""
+    tenant_share: float = 1.0
+    """The part of the memory's chunks that one tenant may have while there must be room for more. A
+    tenant above it evicts its own chunks first. Needs ``tenants`` of the engines."""
     lend: bool = False
     """Whether engines map the memory, to read, and load into CPU memory straight from it."""
     backends: tuple[BackendConfig, ...] = ()
@@ -42,6 +46,7 @@ class ServeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
         check_metrics_port(self.metrics_port)
         if self.memory < BLOCK:
             raise ConfigError("memory", int(self.memory), f"must be at least {BLOCK} bytes")
+        check_share(self.tenant_share)
 
 
 def read_serve_config(raw: Mapping[str, Any]) -> ServeConfig:

@@ -12,7 +12,9 @@ from kvoffload.io.service import host_store
 from kvoffload.io.service.host_memory import BLOCK, HostMemory
 from kvoffload.io.service.host_store import HostStore
 from kvoffload.io.service.layered_store import layered
+from kvoffload.policies.handicap import HandicapPolicy
 from kvoffload.policies.lru import LRUPolicy
+from kvoffload.policies.tenant_order import TenantShares
 from kvoffload.testing import BackendSuite
 from kvoffload.testing.backends import CHUNK_BYTES, PersistentBackendSuite, filled, keys_of, slots
 
@@ -70,6 +72,26 @@ class TestMemoryAboveDisk(BackendSuite):
 
 async def written(store, keys, size=CHUNK_BYTES):
     assert await store.write(keys, filled(keys, size)) == [True] * len(keys)
+
+
+@pytest.mark.parametrize("policy", [LRUPolicy, HandicapPolicy])
+async def test_a_tenant_above_its_share_evicts_its_own_chunks_in_any_namespace(policy):
+    memory = HostMemory(20 * CHUNK_BYTES, policy, tenants=TenantShares(0.5))
+    one, two = HostStore(memory, "one"), HostStore(memory, "two")
+    kept, unnamed = keys_of(8, "b"), keys_of(2, "unnamed")
+    await one.write(kept, filled(kept), [b"b"] * 8)
+    await two.write(unnamed, filled(unnamed))
+    for turn in range(10):
+        keys = keys_of(4, f"a{turn}")
+        store = (one, two)[turn % 2]
+        assert await store.write(keys, filled(keys), [b"a"] * 4) == [True] * 4
+    assert await one.contains(kept) == [True] * 8
+    assert await two.contains(unnamed) == [True] * 2
+    await one.remove(kept)
+    assert sorted(set(memory._tenants.of.values())) == [b"a"]
+    assert len(memory._tenants.of) == len(memory) - 2
+    await one.close()
+    await two.close()
 
 
 async def test_a_chunk_that_all_layers_have_is_told_apart_from_one_that_a_layer_took(tmp_path):
