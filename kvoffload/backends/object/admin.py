@@ -164,7 +164,8 @@ def _survey(operator: Operator) -> Survey:
     now, ttl_s, held = time.time(), operator.options.ttl_s, []
     for tag, total in sorted(_totals(operator).items()):
         namespace, facts = operator.facts(tag)
-        expires_s = max(0.0, total.newest_s + ttl_s - now) if total.chunks else None
+        age_s = max(0.0, now - total.newest_s)  # some servers round times up, or are ahead
+        expires_s = max(0.0, ttl_s - age_s) if total.chunks else None
         held.append(Holding(namespace, facts, total.chunks, total.nbytes, expires_s))
     return Survey(held, {"servers": [], "bucket": operator.options.url})
 

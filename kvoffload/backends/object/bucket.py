@@ -4,6 +4,7 @@ A request is sent once, without a retry. Credentials are read again while they a
 """
 
 import itertools
+import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import UTC, datetime, timedelta
@@ -11,7 +12,15 @@ from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from kvoffload.backends.object.failures import Failed, Failure, explained, failure_of, is_present
+from kvoffload.backends.log_rate import Throttle
+from kvoffload.backends.object.failures import (
+    Failed,
+    Failure,
+    explained,
+    failure_of,
+    is_present,
+    is_unknown,
+)
 from kvoffload.backends.object.naming import PROBE
 from kvoffload.backends.object.options import ObjectOptions, Place, parse_url, read_secret
 from kvoffload.errors import ConfigError
@@ -20,6 +29,8 @@ if TYPE_CHECKING:  # settings are read and described without the library, too
     from obstore.store import AzureStore, GCSStore, S3Store
 
     Store = S3Store | GCSStore | AzureStore
+
+log = logging.getLogger(__name__)
 
 PIECE_BYTES = 1 << 20
 """What one step of a transfer receives: its copy keeps the GIL for 0.1 ms."""
@@ -91,6 +102,7 @@ class Bucket:
 
         self.place = parse_url(options.url)
         self._library = obstore
+        self._creates, self._said = True, Throttle(log)
         self._store = _open(options, self.place, timeout_s, retries)
 
     def check(self) -> None:
@@ -123,17 +135,28 @@ class Bucket:
             return bytes(self._library.get_range(self._store, name, start=0, length=nbytes))
 
     def put(self, name: str, parts: Sequence[bytes | memoryview], *, replace: bool) -> Put:
-        """Store an object from parts, whole, without a copy."""
+        """Store an object from parts, whole, without a copy.
+
+        A server that refuses the condition of a create has equal objects replaced from then on.
+        """
+        mode = "create" if self._creates and not replace else "overwrite"
         with explained():
             try:
-                mode = "overwrite" if replace else "create"
                 # The parts of a multipart upload would be several requests, and stay after a crash.
                 self._library.put(self._store, name, list(parts), mode=mode, use_multipart=False)  # type: ignore[arg-type]
             except self._library.exceptions.AlreadyExistsError as error:
                 return Put.PRESENT if is_present(error) else Put.CONFLICT
             except FileNotFoundError as error:  # a store needs a bucket, and no object
                 raise Failed(failure_of(error)) from None
-        return Put.STORED
+            except self._library.exceptions.BaseError as error:
+                if mode == "overwrite" or not is_unknown(error):
+                    raise
+                self._creates = False
+            else:
+                return Put.STORED
+        text = "object: the server refuses create-only stores (If-None-Match); %s"
+        self._said.warning(text, "stores of equal chunks now replace each other: that is harmless")
+        return self.put(name, parts, replace=True)
 
     def delete(self, name: str) -> None:
         """Delete an object, if it is there."""

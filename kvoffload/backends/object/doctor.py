@@ -104,7 +104,7 @@ def _check_create_only(bucket: Bucket, name: str) -> Finding:
         remedy = "the server must know If-None-Match: take another server, or a newer version"
         return Finding("create-only", "failed", f"is refused: {failed.failure}", remedy)
     remedy = "stores of equal chunks replace each other: harmless, but each one is a new object"
-    return Finding("create-only", "warning", "the server ignores If-None-Match", remedy)
+    return Finding("create-only", "warning", "the server does not heed If-None-Match", remedy)
 
 
 def _check_latency(bucket: Bucket) -> Finding:

@@ -121,6 +121,11 @@ def is_present(error: Exception) -> bool:
     return status == 412 or code == "BlobAlreadyExists"  # as Azure says it
 
 
+def is_unknown(error: Exception) -> bool:
+    """Return whether the server does not know what it was asked for."""
+    return _answer(str(error)[:_READ_CHARACTERS])[0] == 501
+
+
 def failure_of(error: Exception) -> Failure:
     """Return why a request failed."""
     from obstore.exceptions import PermissionDeniedError, UnauthenticatedError

@@ -12,6 +12,7 @@ import pytest
 from kvoffload import open_backend
 from kvoffload.backends.base import ReadResult
 from kvoffload.backends.header import namespace_digest, pack_header
+from kvoffload.backends.object import doctor
 from kvoffload.testing.backends import filled, keys_of, slots
 from kvoffload.testing.harness import payload_of, wrong_bytes
 from tests.support.proxy import Bandwidth, CutAfter, FaultProxy, HangAfter
@@ -90,6 +91,25 @@ async def test_a_reader_loads_and_its_stores_pause(caplog):
         assert backend.usage().gauges["breakers_open"] == 1
         await backend.close()
     assert len([line for line in said(caplog) if "writes pause" in line]) == 1
+
+
+async def test_a_server_without_create_only_stores_is_said_once_and_replaces(caplog):
+    def answer(method, path):
+        if method != "PUT":
+            return whole(server.bodies[path]) if path in server.bodies else MISSING
+        is_conditional = "if-none-match" in {name.lower() for name in server.sent[-1]}
+        return error(501, "NotImplemented") if is_conditional else STORED
+
+    with S3StandIn(answer) as server:
+        backend, keys = await opened(server, threads=1, ttl_s=10**8), keys_of(3)
+        for _ in range(2):
+            assert await backend.write(keys, filled(keys)) == [True] * 3
+        assert await backend.read(keys, into := slots(3)) == [True] * 3
+        assert wrong_bytes(keys, into) == []
+        assert doctor._check_create_only(backend._bucket, "name").verdict == "warning"
+        await backend.close()
+    assert backend.counters()["write_ok"] == 6
+    assert sum("If-None-Match" in line for line in said(caplog)) == 1
 
 
 async def test_the_breaker_opens_by_share_and_closes_when_the_bucket_answers(caplog):
@@ -193,12 +213,12 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-async def test_each_call_ends_by_its_deadline_and_leaves_the_memory(s3, fault):
-    options = s3.options()
+async def test_each_call_ends_by_its_deadline_and_leaves_the_memory(server, fault):
+    options = server.options()
     patient, keys = open_backend("object", options, "n"), keys_of(4)
     assert await patient.write(keys, filled(keys)) == [True] * 4
-    async with FaultProxy("127.0.0.1", s3.port) as proxy:
-        options["endpoint"] = f"http://127.0.0.1:{proxy.port}"
+    async with FaultProxy("127.0.0.1", server.port) as proxy:
+        options["endpoint"] = options["endpoint"].replace(str(server.port), str(proxy.port))
         backend = open_backend("object", options | {"timeout_s": DEADLINE_S}, "n")
         proxy.to_client = [FAULTS[fault]]
         proxy.to_server = [FAULTS[fault]]
