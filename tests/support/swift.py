@@ -11,8 +11,10 @@ import signal
 import socket
 import subprocess
 import time
+import uuid
 from pathlib import Path
 
+from tests.support.moto import PATIENT_S
 from tests.support.redis_server import free_port
 
 PROXY = shutil.which("swift-proxy-server")
@@ -95,6 +97,21 @@ class Swift:
     def endpoint(self) -> str:
         """The URL of the server."""
         return f"http://127.0.0.1:{self.port}"
+
+    def options(self, **more: object) -> dict[str, object]:
+        """Make a bucket; return the settings of a tier in it."""
+        import boto3  # the extra dev has it, and the package does not need it
+
+        client = boto3.client(
+            "s3", endpoint_url=self.endpoint, region_name="us-east-1",
+            aws_access_key_id=USER, aws_secret_access_key=SECRET,
+        )  # fmt: skip
+        client.create_bucket(Bucket=(bucket := f"test-{uuid.uuid4().hex[:12]}"))
+        client.close()
+        os.environ.update(KV_USER=USER, KV_SECRET=SECRET)
+        secrets = {"access_key_env": "KV_USER", "secret_key_env": "KV_SECRET"}
+        place = {"url": f"s3://{bucket}/kv", "endpoint": self.endpoint}
+        return {**place, **secrets, "timeout_s": PATIENT_S, **more}
 
     def signal(self, part: str, number: int) -> None:
         """Send a signal to one process: ``proxy``, ``object``..."""

@@ -147,9 +147,9 @@ def test_a_transfer_waits_no_longer_than_its_patience_and_a_large_one_goes_alone
         assert bound.nbytes == 1000
 
 
-async def test_engines_send_no_list(s3, options):
+async def test_engines_send_no_list(s3):
     """A listing of a large bucket takes minutes and money."""
-    backend, keys = open_backend("object", options, "n"), keys_of(3)
+    backend, keys = open_backend("object", s3.options(), "n"), keys_of(3)
     listed = []
     backend._bucket.list = backend._heads.list = lambda *words: listed.append(words)
     await backend.contains([])

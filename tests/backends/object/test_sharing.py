@@ -14,15 +14,17 @@ from kvoffload.testing.backends import filled, keys_of, slots, wrong_bytes
 from tests.support.moto import PATIENT_S
 from tests.support.other_version import VERSION, resealed
 from tests.support.s3_stand_in import MISSING, STORED, Answer, S3StandIn, error, whole
+from tests.support.swift import Swift
 
 
-async def test_two_writers_at_once_store_each_chunk_once(options):
+async def test_two_writers_at_once_store_each_chunk_once(server, options):
     engines, keys = [open_backend("object", options, "n") for _ in range(2)], keys_of(24)
     answers = await asyncio.gather(*(each.write(keys, filled(keys)) for each in engines))
     assert answers == [[True] * 24] * 2
     counts = [each.counters() for each in engines]
-    assert sum(each.get("write_ok", 0) for each in counts) == 24
-    assert sum(each.get("write_present", 0) for each in counts) == 24
+    stored, met = (sum(each.get(f"write_{n}", 0) for each in counts) for n in ("ok", "present"))
+    assert stored + met == 48
+    assert stored >= 24 if isinstance(server, Swift) else stored == 24  # whose creates may overlap
     into = slots(24)
     assert await engines[0].read(keys, into) == [True] * 24
     assert wrong_bytes(keys, into) == []

@@ -1,4 +1,4 @@
-"""The suite on OpenStack Swift, which checks signatures, and whose processes stop and die.
+"""OpenStack Swift, which checks signatures, and whose processes stop and die.
 
 It takes half a minute to start: ``make chaos`` runs these, where Swift is installed.
 """
@@ -6,56 +6,19 @@ It takes half a minute to start: ``make chaos`` runs these, where Swift is insta
 import asyncio
 import signal
 import time
-import uuid
 
 import pytest
 
 from kvoffload import open_backend
 from kvoffload.testing.backends import filled, keys_of, slots
 from kvoffload.testing.harness import wrong_bytes
-from tests.backends.object.test_backend import TestObject as ObjectSuite
-from tests.support import swift
-from tests.support.swift import Swift
 
 pytestmark = pytest.mark.chaos
-if swift.PROXY is None:
-    pytest.skip(swift.MISSING, allow_module_level=True)
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory):
-    pytest.importorskip("obstore", reason="obstore is not installed: the extra object has it")
-    server = Swift(tmp_path_factory.mktemp("swift"))
-    yield server
-    server.stop()
 
 
 @pytest.fixture
-def options(server, monkeypatch):
-    """Settings of a tier in an empty bucket."""
-    boto3 = pytest.importorskip("boto3", reason="boto3 is not installed: the extra dev has it")
-    monkeypatch.setenv("KV_USER", swift.USER)
-    monkeypatch.setenv("KV_SECRET", swift.SECRET)
-    client = boto3.client(
-        "s3", endpoint_url=server.endpoint, region_name="us-east-1",
-        aws_access_key_id=swift.USER, aws_secret_access_key=swift.SECRET,
-    )  # fmt: skip
-    client.create_bucket(Bucket=(bucket := f"test-{uuid.uuid4().hex[:12]}"))
-    client.close()
-    return {
-        "url": f"s3://{bucket}/kv",
-        "endpoint": server.endpoint,
-        "access_key_env": "KV_USER",
-        "secret_key_env": "KV_SECRET",
-        "timeout_s": 20.0,
-    }
-
-
-class TestSwift(ObjectSuite):
-    pass
-
-
-del ObjectSuite
+def server(swift):
+    return swift
 
 
 async def test_wrong_secrets_and_missing_buckets_are_said(options, monkeypatch, caplog):
@@ -69,16 +32,6 @@ async def test_wrong_secrets_and_missing_buckets_are_said(options, monkeypatch, 
     await wrong.close()
     assert "credentials are wrong" in caplog.text
     assert "create it" in caplog.text
-
-
-async def test_operators_work_on_it(options):
-    backend = open_backend("object", options, "n")
-    await backend.write(keys_of(3), filled(keys_of(3)))
-    findings = await backend.diagnose()
-    assert "failed" not in {each.verdict for each in findings}, findings
-    assert await backend.purge(["n"]) == 3
-    assert (await backend.survey()).held == []
-    await backend.close()
 
 
 @pytest.mark.parametrize("part", ["proxy", "object"])
