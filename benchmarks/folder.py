@@ -1,14 +1,17 @@
-"""The folder backend, the disk backend and plain system calls, in turns, in the same run.
+"""The folder backend, the disk backend, plain system calls and ``fio``, in turns, in the same run.
 
 ``kvoffload bench folder``. All use files of the same folder, which ``TMPDIR`` chooses: a local one,
 or one on a mount. The plain loop has as many threads; it opens, reads or writes, and closes one
-file a chunk, and verifies, publishes and accounts nothing.
+file a chunk, and verifies, publishes and accounts nothing. Where ``fio`` is installed, it does the
+same with as many jobs, without Python.
 """
 
 import asyncio
+import json
 import mmap
 import os
 import shutil
+import subprocess
 import tempfile
 import time
 from collections import Counter
@@ -72,6 +75,7 @@ async def _transfers(scratch: str, count: int) -> list[Row]:
     for io in ("auto", "buffered"):
         backends[f"disk, io = {io}"] = _disk(f"{scratch}/disk-{io}", io)
     plain = _Plain(f"{scratch}/plain", slots)
+    fio = shutil.which("fio")
     best: dict[tuple[str, str], float] = {}
 
     def note(verb: str, side: str, began: tuple[float, float]) -> None:
@@ -99,6 +103,10 @@ async def _transfers(scratch: str, count: int) -> list[Row]:
                 await plain.move(plain.remove)
             else:
                 await backend.remove(keys)
+        for verb, rw in (("store", "write"), ("load", "read")) if fio else ():
+            seconds = _fio_seconds(f"{scratch}/fio", rw, count)
+            best[verb, "fio"] = min(seconds, best.get((verb, "fio"), seconds))
+        shutil.rmtree(f"{scratch}/fio", ignore_errors=True)
     plain.close()
     for backend in backends.values():
         await backend.close()
@@ -109,7 +117,26 @@ async def _transfers(scratch: str, count: int) -> list[Row]:
             rows.append(row(f"{verb}, 2 MiB", ours, "GB/s", theirs, side))
             cpu, limit = (best[f"{verb} CPU", each] / gigabytes for each in ("folder", side))
             rows.append(row(f"{verb}, 2 MiB, processor time", cpu, "s/GB", limit, side))
+        if fio:
+            ours, theirs = (gigabytes / best[verb, side] for side in ("folder", "fio"))
+            rows.append(row(f"{verb}, 2 MiB", ours, "GB/s", theirs, f"fio, {THREADS} jobs"))
     return rows
+
+
+def _fio_seconds(folder: str, verb: str, count: int) -> float:
+    """Return how long ``fio`` takes to write or read so many files, its start left out."""
+    os.makedirs(folder, exist_ok=True)
+    settings = {
+        "name": "chunks", "directory": folder, "rw": verb, "bs": SIZE, "filesize": SIZE,
+        "nrfiles": count // THREADS, "numjobs": THREADS, "openfiles": 1, "ioengine": "psync",
+        "file_service_type": "sequential", "create_on_open": int(verb == "write"),
+        "fallocate": "none", "invalidate": 0, "thread": 1, "group_reporting": 1,
+        "output-format": "json",
+    }  # fmt: skip
+    words = ["fio", *(f"--{name}={value}" for name, value in settings.items())]
+    done = subprocess.run(words, check=True, capture_output=True, text=True)
+    (job,) = json.loads(done.stdout[done.stdout.index("{") :])["jobs"]
+    return float(job[verb]["runtime"]) / 1e3
 
 
 def _clocks() -> tuple[float, float]:
