@@ -16,7 +16,8 @@ from kvoffload.config_sources import read_file
 from kvoffload.control import is_supported
 from kvoffload.errors import ConfigError
 from kvoffload.io.process import give_way
-from kvoffload.io.service.listener import Listener, tell_systemd
+from kvoffload.io.service import systemd
+from kvoffload.io.service.listener import Listener
 from kvoffload.io.service.service import Service, run_service
 from kvoffload.io.service.settings import read_serve_config
 from kvoffload.metrics.endpoint import MetricsServer
@@ -53,7 +54,9 @@ def command(
         raise ConfigError("socket", settings.socket, "needs Linux, which tells users of sockets")
     text = "%(asctime)s %(levelname)s %(name)s: %(message)s"
     logging.basicConfig(level=logging.INFO, format=text, stream=sys.stderr)
-    check_host_memory(settings.memory, "memory")
+    passed = systemd.passed()
+    kept = 512 * os.fstat(passed.memory).st_blocks if passed.memory >= 0 else 0
+    check_host_memory(max(0, settings.memory - kept), "memory")
     give_way()
     endpoints: list[MetricsServer] = []
 
@@ -66,11 +69,11 @@ def command(
             read, host = service.samples, settings.metrics_host
             endpoints.append(MetricsServer(host, settings.metrics_port, read))
         log.info("engines may attach at %s", settings.socket)
-        tell_systemd("READY=1")
+        systemd.tell("READY=1")
 
-    listener = Listener(settings.socket)
+    listener = Listener(settings.socket, passed.socket)
     try:
-        run_service(settings, listener.sock, started)
+        run_service(settings, listener.sock, started, passed.memory)
     finally:
         for endpoint in endpoints:
             endpoint.close()
@@ -87,7 +90,7 @@ def _reload(file: str, service: Service) -> None:
 
 
 def _end(task: "asyncio.Task[Any] | None") -> None:
-    tell_systemd("STOPPING=1")
+    systemd.tell("STOPPING=1")
     last = threading.Timer(LAST_S, os._exit, [0])
     last.daemon = True
     last.start()

@@ -80,9 +80,11 @@ class Greeting:
         return self._fds[0]
 
     def pass_memory(self, fd: int) -> None:
-        """Pass the server's memory file; an engine that does not get it borrows nothing."""
-        with contextlib.suppress(OSError):
+        """Pass the server's memory file, and close it; raises OSError."""
+        try:
             socket.send_fds(self.pair, [b"\0"], [fd])
+        finally:
+            os.close(fd)
 
     def tell_free(self) -> None:
         """Tell the engine that its slots are free."""

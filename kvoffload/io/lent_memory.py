@@ -44,7 +44,7 @@ class LentMemory:
     def _map_pages(self, fd: int, address: int) -> None:
         """Map what the memory has now; pages that have no bytes yet stay away."""
         try:
-            for start, length in _portions(fd):
+            for start, length in portions(fd):
                 if self._has_left or not _advise(address + start, length, _MADV_POPULATE_READ):
                     break
         finally:
@@ -103,9 +103,8 @@ def _advise(address: int, length: int, advice: int) -> bool:
     return not advise(ctypes.c_void_p(address), ctypes.c_size_t(length), advice)
 
 
-def _portions(fd: int) -> Iterator[tuple[int, int]]:
-    """List the parts of a memory file that have bytes, as (start, length)."""
-    end = 0
+def portions(fd: int, end: int = 0) -> Iterator[tuple[int, int]]:
+    """List the parts of a memory file that have bytes, from a place on, as (start, length)."""
     with contextlib.suppress(OSError):  # no more of them
         while True:
             start = os.lseek(fd, end, os.SEEK_DATA)

@@ -123,10 +123,12 @@ class HostServer:
 
     Args:
         folder: gets its socket, its settings and its log.
+        manager: starts it, if one is given.
         settings: further ones, or others.
     """
 
-    def __init__(self, folder, **settings):
+    def __init__(self, folder, manager=None, **settings):
+        self._start = manager.start if manager else subprocess.Popen
         self.path = str(folder / "s")
         self.log_file = folder / "server.log"
         self._config = folder / "serve.json"
@@ -142,7 +144,7 @@ class HostServer:
 
     def start(self):
         with self.log_file.open("a") as log:
-            self.process = subprocess.Popen(
+            self.process = self._start(
                 [sys.executable, "-m", "kvoffload", "serve", "--config", str(self._config)],
                 stdout=log,
                 stderr=log,

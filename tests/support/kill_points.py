@@ -27,6 +27,11 @@ POINTS = (
     "end:begun", "close:begun", "close:ended",
 )  # fmt: skip
 """``<message or call>:<moment>``."""
+MEMORY_POINTS = (
+    "copy:begun", "copy:half", "copy:ended", "note:begun", "note:half", "note:ended",
+    "clear:begun", "clear:half", "clear:ended", "mark:begun", "mark:ended", "use:begun",
+)  # fmt: skip
+"""A server of the host changes its memory, or the table of it, which the next one adopts."""
 
 _SITE = """
 import pathlib
@@ -45,7 +50,7 @@ class KillPoints:
         self._dying = threading.Lock()
 
     def arm(self, point, nth=1):
-        assert point in POINTS, point
+        assert point in POINTS + MEMORY_POINTS, point
         _write(self._armed, f"{point} {nth}")
 
     @property
@@ -105,6 +110,7 @@ def hook(folder):
     Session._retire = _around(Session._retire, points, "retire:begun")
     server.close_stores = _around_async(server.close_stores, points, "close:begun", "close:ended")
     Session._end = _around(Session._end, points, "end:begun")
+    _hook_memory(points)
 
 
 def _around(call, points, before, after=""):
@@ -177,3 +183,51 @@ def _hook_calls(vfs, points):
         return write(fd, buffers, offset)
 
     vfs.preadv, vfs.pwritev = staticmethod(hooked_read), staticmethod(hooked_write)
+
+
+def _hook_memory(points):
+    from kvoffload.io.service.host_memory import HostMemory
+    from kvoffload.io.service.memory_file import MemoryFile
+
+    copy_in, note, clear = HostMemory._copy_in, MemoryFile.note, MemoryFile.clear
+
+    def hooked_copy(self, runs, chunk):
+        points.reached("copy:begun")
+        if points.is_due("copy:half"):
+            copy_in(self, runs, chunk[: chunk.nbytes // 2])
+            points.die()
+        copy_in(self, runs, chunk)
+        points.reached("copy:ended")
+
+    def half(self, first, change):
+        """Make a change of a record's header, but of its first bytes alone."""
+        at = self._at(first)
+        later = slice(at + 4, at + 256)
+        before = self.map[later]
+        change()
+        self.map[later] = before
+        points.die()
+
+    def hooked_note(self, header, runs):
+        points.reached("note:begun")
+        if points.is_due("note:half"):
+            half(self, runs[0][0], lambda: note(self, header, runs))
+        note(self, header, runs)
+        points.reached("note:ended")
+
+    def hooked_clear(self, first):
+        points.reached("clear:begun")
+        if points.is_due("clear:half"):
+            half(self, first, lambda: clear(self, first))
+        clear(self, first)
+        points.reached("clear:ended")
+
+    def hooked_mark(self, first, **marks):
+        points.reached("mark:begun")
+        mark(self, first, **marks)
+        points.reached("mark:ended")
+
+    mark, MemoryFile.mark = MemoryFile.mark, hooked_mark
+    HostMemory._copy_in = hooked_copy
+    MemoryFile.note, MemoryFile.clear = hooked_note, hooked_clear
+    MemoryFile.use = _around(MemoryFile.use, points, "use:begun")

@@ -2,23 +2,23 @@
 
 A chunk is in *runs* of blocks, so memory that is free in pieces serves chunks of any size. Chunks
 of all namespaces are in one eviction order. A chunk in one run can be *lent*: engines map the
-memory, and read it there. The kernel lets no other process write.
+memory, and read it there. The kernel lets no engine write. The next server can *adopt* the memory.
 """
 
 import contextlib
 import ctypes
-import fcntl
 import logging
 import mmap
-import os
 import threading
-import weakref
 from collections.abc import Callable, Collection, Iterable, Sequence
-from itertools import islice
+from functools import partial
 from typing import Protocol
 
 from kvoffload.backends.base import WriteResult, Written
+from kvoffload.backends.header import namespace_digest
 from kvoffload.io.lent_memory import ADVICE
+from kvoffload.io.service.free_blocks import FreeBlocks, TakenBlocks
+from kvoffload.io.service.memory_file import MemoryFile
 from kvoffload.policies.base import Policy
 from kvoffload.policies.kept_order import KeptOrder
 from kvoffload.policies.tenant_order import TenantOrder, TenantShares
@@ -26,10 +26,6 @@ from kvoffload.policies.tenant_order import TenantOrder, TenantShares
 log = logging.getLogger(__name__)
 BLOCK = 16 << 10
 """Bytes of a block: a chunk takes whole ones."""
-_F_SEAL_FUTURE_WRITE = 0x10
-"""Python 3.11 does not name it; Linux has it since 5.1."""
-_RUNS_LOOKED_AT = 64
-"""Free runs among which one is sought that holds a whole chunk; without one it is in pieces."""
 MOST_LENT = 0.5
 """The part of the memory that is lent at most: the rest can always make room."""
 Name = bytes
@@ -65,9 +61,14 @@ class _Chunk:
         """Whether its bytes have been checked here; no other process changes them."""
 
     @property
+    def first(self) -> int:
+        """Its first block."""
+        return self.runs[0][0]
+
+    @property
     def start(self) -> int:
         """Its first byte."""
-        return self.runs[0][0] * BLOCK
+        return self.first * BLOCK
 
     @property
     def room(self) -> int:
@@ -90,6 +91,8 @@ class HostMemory:
         lends: whether other processes can map the memory. Many systems give private memory large
             pages, and shared memory none.
         tenants: shares of the tenants that :meth:`own` tells; used by this memory alone.
+        keeps: whether the next server may adopt the memory.
+        fd: the memory of an earlier server, to be adopted if it is one like this; closed with it.
 
     Raises:
         OSError: the system refuses so much memory.
@@ -103,31 +106,24 @@ class HostMemory:
         *,
         lends: bool = False,
         tenants: TenantShares | None = None,
+        keeps: bool = False,
+        fd: int = -1,
     ) -> None:
         blocks = capacity_bytes // BLOCK
         if blocks < 1:
             raise ValueError(f"{capacity_bytes} bytes hold no block of {BLOCK}")
         self.capacity_bytes = size = blocks * BLOCK
-        # The system refuses private memory that it does not have. That of a file it never refuses.
-        self._map = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        self.fd = -1
-        """The memory as a file, which other processes can only read; -1: nothing is lent."""
-        if lends:
-            fd = os.memfd_create("kvoffload-serve", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-            weakref.finalize(self, os.close, fd)
-            os.ftruncate(fd, size)
-            self._map = mmap.mmap(fd, size)
-            if _sealed(fd):
-                self.fd = fd
+        self.file = _file(size, blocks, fd) if lends or keeps else None
+        """The memory as a file with a table; None: it ends with this process."""
+        self.lends = lends and (keeps or _sealed(self.file))
+        """Whether engines may map it."""
+        self._map = self.file.map if self.file else _private(size)
         for name in ADVICE:
             with contextlib.suppress(OSError, AttributeError):
-                self._map.madvise(getattr(mmap, name))
+                self._map.madvise(getattr(mmap, name), 0, size)
         self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
         self._lock = threading.Lock()
-        self._free, self._free_ends = {0: blocks}, {blocks: 0}
-        """First block → length of each free run, and the block after it → its first. No two are
-        neighbours. Those freed last are used first."""
-        self._num_free = blocks
+        self._free = FreeBlocks(blocks)
         self.lent_bytes = 0
         """Bytes of the blocks of chunks on loan; one that is lent twice counts twice."""
         self._tables: dict[bytes, dict[bytes, _Chunk]] = {}
@@ -137,16 +133,22 @@ class HostMemory:
         self._spared: set[Name] = set()
         """What requests in the engines' queues need, whether it is here or not."""
         self._order: KeptOrder | None = None
-        self._numbers: dict[str, int] = {}
+        self._numbers: dict[bytes, int] = {}
         self._readers: dict[bytes, Reader] = {}
+        self._old_loans: list[_Chunk] = []
+        """Chunks that an earlier server has lent, and an engine may still copy."""
+        if self.file and self.file.is_adopted:
+            self._adopt(self.file, blocks)
 
     # ---- namespaces ----
 
     def number_of(self, namespace: str) -> bytes:
         """Return how the names of a namespace's chunks begin."""
         with self._lock:
-            number = self._numbers.setdefault(namespace, len(self._numbers))
-        return number.to_bytes(_NUMBER, "big")
+            return self._number_of(namespace_digest(namespace))
+
+    def _number_of(self, digest: bytes) -> bytes:
+        return self._numbers.setdefault(digest, len(self._numbers)).to_bytes(_NUMBER, "big")
 
     def begin_reading(self, number: bytes, reader: Reader) -> None:
         """Tell a namespace's one reader of changes from now on."""
@@ -175,7 +177,7 @@ class HostMemory:
     @property
     def resident_bytes(self) -> int:
         """Bytes that chunks take, those that are being written or read among them."""
-        return self.capacity_bytes - self._num_free * BLOCK
+        return self.capacity_bytes - self._free.num_blocks * BLOCK
 
     def __len__(self) -> int:
         return self._num_chunks
@@ -246,19 +248,22 @@ class HostMemory:
                 if chunk is None or not (chunk.is_verified and chunk.can_be_lent(size)):
                     continue
                 if self.lent_bytes + chunk.room <= MOST_LENT * self.capacity_bytes:
-                    self.lent_bytes += chunk.room
-                    chunk.num_readers += 1
+                    self._begin_loan(chunk)
                     lent.append(chunk)
                     starts[-1] = chunk.start
+        return starts, partial(self._end_loans, lent)
 
-        def end() -> None:
-            with self._lock:
-                for chunk in lent:
-                    self.lent_bytes -= chunk.room
-                    self._end_reading(chunk)
-                lent.clear()
+    def end_old_loans(self) -> None:
+        """Use blocks again that an earlier server had lent, once none of its engines maps them."""
+        if self._old_loans and self.file and not self.file.is_mapped_from_before():
+            self._end_loans(self._old_loans)
 
-        return starts, end
+    def _end_loans(self, lent: list[_Chunk]) -> None:
+        with self._lock:
+            for chunk in lent:
+                self.lent_bytes -= chunk.room
+                self._end_reading(chunk)
+            lent.clear()
 
     def write(self, name: Name, header: bytes, chunk: memoryview) -> Written:
         """Keep a chunk, unless it is here; False: there is no room for it.
@@ -271,7 +276,7 @@ class HostMemory:
                 if known.size == chunk.nbytes:
                     return WriteResult.PRESENT
                 self._remove(name)
-            runs = self._take(max(1, -(-chunk.nbytes // BLOCK)))
+            runs = self._take(_blocks_of(chunk.nbytes))
         if runs is None:
             return False
         try:
@@ -279,9 +284,10 @@ class HostMemory:
             with self._lock:
                 if name not in self:  # else another thread was as fast
                     self._order_of(chunk.nbytes).add((name,))
-                    table = self._tables.setdefault(name[:_NUMBER], {})
-                    table[name[_NUMBER:]] = _Chunk(header, runs, chunk.nbytes)
-                    self._num_chunks, runs = self._num_chunks + 1, []
+                    if self.file:
+                        self.file.note(header, runs)
+                    self._enter(name, _Chunk(header, runs, chunk.nbytes))
+                    runs = []
                     self._tell(name)
         finally:
             if runs:
@@ -316,7 +322,9 @@ class HostMemory:
         """Count a use of each chunk that is here, the tail of the prefix first."""
         with self._lock:
             if self._order is not None:
-                self._order.touch([name for name in names if name in self])
+                here = [name for name in names if name in self]
+                self._order.touch(here)
+                self._note_use(here)
 
     def reorder(self, names: Sequence[Name]) -> None:
         """Put chunks that were stored together into this order; counts as no use."""
@@ -325,6 +333,7 @@ class HostMemory:
             if self._order is not None and len(here) > 1:
                 self._order.remove(here)
                 self._order.add(here)
+                self._note_use(here)
 
     def spare(self, number: bytes, keys: Collection[bytes]) -> None:
         """Evict these chunks of a namespace last, and those of the call before as usual again."""
@@ -343,31 +352,14 @@ class HostMemory:
         """Take so many blocks, and evict for them; None: not so many can be had."""
         if count * BLOCK > self.capacity_bytes:
             return None
-        while self._num_free < count:
+        while self._free.num_blocks < count:
             if not (victims := self._victims()):
                 return None
             for name in victims:
                 self._leave(name)
                 if reader := self._readers.get(name[:_NUMBER]):
                     reader.evicted(name[_NUMBER:])
-        runs: list[tuple[int, int]] = []
-        self._num_free -= count
-        free = self._free
-        latest = islice(reversed(free), _RUNS_LOOKED_AT)
-        fitting = next((start for start in latest if free[start] >= count), None)
-        while count:
-            start = next(reversed(free)) if fitting is None else fitting
-            end = start + free.pop(start)
-            length = min(count, end - start)
-            del self._free_ends[end]
-            if start + length < end:
-                self._note_free(start + length, end)
-            runs.append((start, length))
-            count -= length
-        return runs
-
-    def _note_free(self, start: int, end: int) -> None:
-        self._free[start], self._free_ends[end] = end - start, start
+        return self._free.take(count)
 
     def _victims(self) -> Sequence[Name]:
         if self._order is None:
@@ -384,7 +376,7 @@ class HostMemory:
 
     def _order_of(self, size: int) -> KeptOrder:
         if self._order is None:  # policies count chunks: all are as large as the first, say
-            chunks = self.capacity_bytes // (-(-max(1, size) // BLOCK) * BLOCK)
+            chunks = self.capacity_bytes // (_blocks_of(size) * BLOCK)
             policy = self._make_policy(max(1, chunks))
             if self._tenants is not None:
                 self._tenants.limit(chunks)
@@ -405,30 +397,64 @@ class HostMemory:
         chunk.is_gone = True
         if not chunk.num_readers:
             self._release(chunk.runs)
+        elif self.file:
+            self.file.mark(chunk.first, is_lent=True, is_gone=True)
         self._tell(name)
 
     def _tell(self, name: Name) -> None:
         if reader := self._readers.get(name[:_NUMBER]):
             reader.changed(name[_NUMBER:])
 
+    def _begin_loan(self, chunk: _Chunk) -> None:
+        self.lent_bytes += chunk.room
+        chunk.num_readers += 1
+        if self.file:
+            self.file.mark(chunk.first, is_lent=True, is_gone=chunk.is_gone)
+
     def _end_reading(self, chunk: _Chunk) -> None:
         chunk.num_readers -= 1
-        if chunk.is_gone and not chunk.num_readers:
-            self._release(chunk.runs)
+        if not chunk.num_readers:
+            if chunk.is_gone:
+                self._release(chunk.runs)
+            elif self.file:
+                self.file.mark(chunk.first, is_lent=False)
+
+    def _enter(self, name: Name, chunk: _Chunk) -> None:
+        self._tables.setdefault(name[:_NUMBER], {})[name[_NUMBER:]] = chunk
+        self._num_chunks += 1
+
+    def _note_use(self, names: Sequence[Name]) -> None:
+        if self.file:
+            self.file.use([self._tables[name[:_NUMBER]][name[_NUMBER:]].first for name in names])
 
     def _release(self, runs: list[tuple[int, int]]) -> None:
-        for first, count in reversed(runs):
-            self._num_free += count
-            start, end = first, first + count
-            if end in self._free:
-                end += self._free.pop(end)
-                del self._free_ends[end]
-            if start in self._free_ends:
-                start = self._free_ends.pop(start)
-                del self._free[start]
-            self._note_free(start, end)
+        if self.file:
+            self.file.clear(runs[0][0])
+        self._free.add(runs)
 
     # ---- without it ----
+
+    def _adopt(self, file: MemoryFile, blocks: int) -> None:
+        """Go on with the chunks that an earlier server has left; the rest is free."""
+        taken, size, by_use = TakenBlocks(blocks), 0, list[tuple[int, Name]]()
+        for record in file.records():
+            runs, size = list(record.runs), record.header.payload_bytes
+            if sum(count for _, count in runs) != _blocks_of(size) or not taken.add(runs):
+                file.clear(runs[0][0])
+                continue
+            name = self._number_of(record.header.namespace) + record.header.key
+            chunk = _Chunk(record.raw, runs, size)
+            chunk.is_gone = record.is_gone or name in self
+            if not chunk.is_gone:
+                self._enter(name, chunk)
+                by_use.append((record.used, name))
+            if chunk.is_gone or record.is_lent:
+                self._begin_loan(chunk)
+                self._old_loans.append(chunk)
+        self._free = taken.rest()
+        if by_use:
+            self._order_of(size).add([name for _, name in sorted(by_use)])
+        log.info("%d chunks of the server before are adopted", len(self))
 
     def _copy_in(self, runs: list[tuple[int, int]], chunk: memoryview) -> None:
         at = 0
@@ -442,20 +468,37 @@ class HostMemory:
             at += part.nbytes
 
 
-def _sealed(fd: int) -> bool:
-    """Let a memory file keep its size, and no other process write it; return whether that can be.
+def _private(size: int) -> mmap.mmap:
+    return mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
 
-    The mappings that there are can write.
-    """
+
+def _file(size: int, blocks: int, fd: int) -> MemoryFile:
+    """Return the memory of an earlier server, or a new one if there is none that fits."""
+    if fd >= 0:
+        try:
+            return MemoryFile(size, blocks, fd)
+        except (OSError, ValueError) as error:
+            log.warning("the memory of the server before cannot be adopted: %s", error)
+    # The system refuses private memory that it does not have. That of a file it never refuses.
+    _private(size).close()
+    return MemoryFile(size, blocks)
+
+
+def _sealed(file: MemoryFile | None) -> bool:
+    """Let no other process write memory that no other server adopts; return whether that can be."""
     try:
-        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
-        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _F_SEAL_FUTURE_WRITE)
+        if file:
+            file.seal()
     except OSError as error:
         log.warning(
             "chunks are copied to all engines: memory cannot be kept from writes: %s", error
         )
         return False
     return True
+
+
+def _blocks_of(size: int) -> int:
+    return max(1, -(-size // BLOCK))
 
 
 def _address_of(memory: memoryview) -> int:

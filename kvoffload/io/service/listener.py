@@ -9,8 +9,6 @@ import stat
 
 from kvoffload.errors import ConfigError
 
-_FIRST_PASSED = 3
-"""The first descriptor that systemd passes."""
 BACKLOG = 64
 
 
@@ -19,17 +17,18 @@ class Listener:
 
     Args:
         path: of the socket. A lock, ``PATH.lock``, tells whether a server has it.
+        passed_fd: the socket that systemd has passed; -1 without one.
 
     Raises:
         ConfigError: another server has it, or something else is there.
     """
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, passed_fd: int = -1) -> None:
         self._path = path
         self._lock_fd = -1
-        if (passed := _passed()) is not None:
-            self.sock = passed
-            if passed.family != socket.AF_UNIX:
+        if passed_fd >= 0:
+            self.sock = socket.socket(fileno=passed_fd)
+            if self.sock.family != socket.AF_UNIX:
                 raise ConfigError("socket", path, "systemd has passed another kind of socket")
         else:
             try:
@@ -86,14 +85,6 @@ class Listener:
             self._lock_fd = -1
 
 
-def _passed() -> socket.socket | None:
-    """Return the socket that systemd has passed to this process; None without one."""
-    if os.environ.get("LISTEN_PID") != str(os.getpid()) or os.environ.get("LISTEN_FDS") != "1":
-        return None
-    os.set_inheritable(_FIRST_PASSED, False)
-    return socket.socket(fileno=_FIRST_PASSED)
-
-
 def _is_listening(path: str) -> bool:
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
         try:
@@ -102,12 +93,3 @@ def _is_listening(path: str) -> bool:
         except OSError as error:
             return error.errno not in (errno.ECONNREFUSED, errno.ENOENT)
     return True
-
-
-def tell_systemd(state: str) -> None:
-    """Tell the service manager, if there is one, of a state such as ``READY=1``."""
-    if place := os.environ.get("NOTIFY_SOCKET"):
-        address = "\0" + place[1:] if place.startswith("@") else place
-        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sock:
-            with contextlib.suppress(OSError):
-                sock.sendto(state.encode(), address)

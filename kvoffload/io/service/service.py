@@ -24,6 +24,7 @@ from kvoffload.io.server import Session
 from kvoffload.io.service.host_memory import HostMemory
 from kvoffload.io.service.settings import ServeConfig
 from kvoffload.io.service.shared_stores import MEMORY, SharedStores
+from kvoffload.io.service.systemd import keep_memory, keeps_memory
 from kvoffload.metrics.names import (
     ENGINE_LOAD_BYTES,
     ENGINE_LOAD_CHUNKS,
@@ -80,16 +81,22 @@ class Service:
 
     Args:
         config: the settings.
+        memory_fd: the memory of the server before; -1 without one.
 
     Raises:
         ConfigError: there is not that much memory.
     """
 
-    def __init__(self, config: ServeConfig) -> None:
+    def __init__(self, config: ServeConfig, memory_fd: int = -1) -> None:
         try:
             policy = registry.load(registry.POLICIES, config.policy, "policy")
             shares = TenantShares(config.tenant_share) if config.tenant_share < 1 else None
-            self.memory = HostMemory(config.memory, policy, lends=config.lend, tenants=shares)
+            lends, keeps = config.lend, keeps_memory()
+            self.memory = HostMemory(
+                config.memory, policy, lends=lends, tenants=shares, keeps=keeps, fd=memory_fd
+            )
+            if keeps and self.memory.file and not self.memory.file.is_adopted:
+                keep_memory(self.memory.file.fd)
         except OSError as error:
             remedy = f"the system refuses so much memory ({error.strerror}); ask for less"
             raise ConfigError("memory", int(config.memory), remedy) from error
@@ -201,8 +208,9 @@ class Service:
         with slab_memory(slab) as memory:
             traffic = EngineTraffic(self._name_of(pid))
             session = Session(memory, self._stores.open, MOST_BYTES, traffic.add)
-            if self.memory.fd >= 0:
-                greeting.pass_memory(self.memory.fd)
+            if self.memory.lends and self.memory.file:
+                with contextlib.suppress(OSError):  # no descriptor is left: it borrows nothing
+                    greeting.pass_memory(self.memory.file.opened_for_engine())
             await self._serve_session(sock, session, traffic)
         greeting.tell_free()
         if session.loans:  # a copy of the engine may still run, or it is stopped within one
@@ -248,6 +256,7 @@ class Service:
             except Exception as error:  # a plug-in's
                 self._failures.warning("the figures of a store cannot be read: %r", error)
             self._samples = samples
+            self.memory.end_old_loans()
             await asyncio.sleep(MEASURE_S)
 
     def samples(self) -> list[Sample]:
@@ -285,6 +294,7 @@ def run_service(
     config: ServeConfig,
     listening: socket.socket,
     started: Callable[[Service], None],
+    memory_fd: int = -1,
 ) -> None:
     """Serve on this thread until the task is cancelled; see :meth:`Service.serve`.
 
@@ -292,12 +302,13 @@ def run_service(
         config: the settings.
         listening: the socket.
         started: called on the loop, in the task that serves, before engines are accepted.
+        memory_fd: the memory of the server before; -1 without one.
     """
 
     async def serve() -> None:
         # For plug-ins' calls of run_in_executor, as with one engine.
         asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(2, "kvoffload-io-file"))
-        service = Service(config)
+        service = Service(config, memory_fd)
         started(service)
         await service.serve(listening)
 

@@ -104,17 +104,17 @@ async def test_blocks_that_are_neighbours_are_one_piece_again(memory, store):
         assert memory._map[starts[0] : starts[0] + 4 * BLOCK] == filled([large], 4 * BLOCK)[0]
         end()
         await store.remove([large])
-        assert memory._free == {0: 8}
+        assert memory._free.runs == {0: 8}
 
 
 def test_the_memory_is_written_by_the_server_alone(tmp_path, memory):
     with pytest.raises(PermissionError):
-        mmap.mmap(memory.fd, memory.capacity_bytes)
+        mmap.mmap(memory.file.fd, memory.capacity_bytes)
     with pytest.raises(PermissionError):
-        os.pwrite(memory.fd, b"x", 0)
+        os.pwrite(memory.file.fd, b"x", 0)
     with pytest.raises(PermissionError):
-        os.ftruncate(memory.fd, 0)
-    with mmap.mmap(memory.fd, 0, prot=mmap.PROT_READ) as reading:
+        os.ftruncate(memory.file.fd, 0)
+    with mmap.mmap(memory.file.fd, 0, prot=mmap.PROT_READ) as reading:
         memory._map[:5] = b"chunk"
         assert reading[:5] == b"chunk"
 
