@@ -62,7 +62,7 @@ log = logging.getLogger(__name__)
 CHANGES_S = 0.05
 """Time between two looks at what changed in the stores."""
 LISTING_S = 0.001
-"""Time between two messages while a store lists what it has; without one it doubles."""
+"""Time between two looks after a store has listed what it has; it doubles while nothing changes."""
 FIGURES_S = 0.5
 """Time between two messages of figures while no job ends; they also show that the server lives."""
 END_S = 1.0
@@ -341,7 +341,8 @@ class Session:
                 except ConnectionError:  # the engine has ended
                     return
             pause_s = LISTING_S if is_listing else min(CHANGES_S, 2 * pause_s)
-            await asyncio.sleep(pause_s)
+            # Making a message takes longer than reading it: the engine has time between two.
+            await asyncio.sleep(0 if is_listing else pause_s)
 
     async def _tell_figures(self) -> None:
         late_s = 0.0

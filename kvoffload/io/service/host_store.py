@@ -48,7 +48,7 @@ class HostStore(ThreadedBackend, LocalIndex, Spares):
         return written
 
     def has(self, key: bytes) -> bool:
-        return self._number + key in self._memory
+        return self._memory.holds(self._number, key)
 
     def load(self, key: bytes, into: memoryview) -> ReadResult:
         found = super().load(key, into)
@@ -140,7 +140,7 @@ class HostStore(ThreadedBackend, LocalIndex, Spares):
         self.count("evicted")
 
     def holds(self, key: bytes) -> bool:
-        return not self.is_closed and self.has(key)
+        return self._memory.holds(self._number, key) and not self.is_closed
 
     def forget(self, keys: Sequence[bytes]) -> None:
         """Drop these chunks: a load of them failed, so they are of no use."""

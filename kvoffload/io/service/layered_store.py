@@ -21,7 +21,6 @@ from kvoffload.backends.base import (
     Written,
     check_lengths,
 )
-from kvoffload.backends.changes import ChangedKeys
 from kvoffload.backends.log_rate import Throttle
 from kvoffload.errors import ConfigError
 from kvoffload.io.open_stores import write_for
@@ -188,8 +187,6 @@ class IndexedLayers(Layers, LocalIndex):
     def __init__(self, layers: Mapping[str, Any]) -> None:
         super().__init__(layers)
         self._indexes: Sequence[LocalIndex] = list(layers.values())
-        self._changes = ChangedKeys()
-        self._changes.begin(())
 
     def add(self, name: str, layer: Backend, order: Sequence[str]) -> bool:
         if not isinstance(layer, LocalIndex):
@@ -199,21 +196,24 @@ class IndexedLayers(Layers, LocalIndex):
         return True
 
     def holds(self, key: bytes) -> bool:
-        return any(layer.holds(key) for layer in self._indexes)
+        for layer in self._indexes:  # noqa: SIM110, a generator costs twice as much for each key
+            if layer.holds(key):
+                return True
+        return False
 
     def forget(self, keys: Sequence[bytes]) -> None:
         for layer in self._indexes:
             layer.forget(keys)
 
     def take_changes(self, limit: int) -> list[tuple[bytes, bool]]:
+        keys: dict[bytes, None] = {}  # each once
         for layer in self._indexes:
-            for key, _ in layer.take_changes(limit):
-                self._changes.note(key)
-        return [(key, self.holds(key)) for key in self._changes.take(limit)]
+            keys.update((key, None) for key, _ in layer.take_changes(limit - len(keys)))
+        return [(key, self.holds(key)) for key in keys]
 
     @property
     def is_complete(self) -> bool:
-        return not self._changes and all(layer.is_complete for layer in self._indexes)
+        return all(layer.is_complete for layer in self._indexes)
 
 
 def layered(layers: Mapping[str, Backend], *, late_have_index: bool = True) -> Layers:

@@ -378,7 +378,7 @@ class IndexedView(StoreView, LocalIndex):
             self._changes.note(key)
 
     def changed(self, key: bytes) -> None:
-        if not self._index.holds(key):
+        if key in self._forgotten and not self._index.holds(key):
             self._forgotten.discard(key)
         self._changes.note(key)
 
