@@ -117,6 +117,33 @@ def test_the_server_of_the_manifest_is_where_its_settings_say():
     assert pod["securityContext"] == vllm[1]["spec"]["template"]["spec"]["securityContext"]
 
 
+def test_the_engines_of_the_compose_file_find_the_server_where_its_settings_say():
+    yaml = pytest.importorskip("yaml", reason="PyYAML is not installed")
+    folder = EXAMPLES / "serve"
+    text = (folder / "compose.yaml").read_text()
+    filled = re.sub(r"\$\{\w+:[-?]([^}]*)\}", r"\1", text)
+    services = yaml.safe_load(filled)["services"]
+    server = services.pop("serve")
+    settings = read_serve_config(read_file(str(folder / "serve.toml")))
+    assert server["entrypoint"][:2] == ["kvoffload", "serve"]
+    assert f"./serve.toml:{server['entrypoint'][-1]}:ro" in server["volumes"]
+    assert f"./kv:{settings.backends[0].options['root']}" in server["volumes"]
+    place = f"./run:{Path(settings.socket).parent}"
+    assert len(services) == 2
+    for engine in services.values():
+        extra = json.loads(engine["command"][-1])["kv_connector_extra_config"]
+        assert extra["serve"] == settings.socket
+        assert is_right(extra)
+        assert place in engine["volumes"]
+        assert place in server["volumes"]
+        assert (engine["user"], engine["image"]) == (server["user"], server["image"])
+        assert engine["depends_on"] == ["serve"]
+    ports = [engine["ports"] for engine in services.values()]
+    assert ports == [["127.0.0.1:8001:8000"], ["127.0.0.1:8002:8000"]]
+    reserved = [engine["deploy"]["resources"]["reservations"] for engine in services.values()]
+    assert [each["devices"][0]["device_ids"] for each in reserved] == [["0"], ["1"]]
+
+
 def lost(given, read, path):
     """Yield the fields of a manifest that are not in what a program has made of it."""
     if isinstance(given, dict):
