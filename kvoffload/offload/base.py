@@ -190,12 +190,15 @@ class Manager(Protocol):
         """Return a request's hints; connectors obey ``max_load_tokens`` and ``explain``."""
 
     @abstractmethod
-    def has_room(self, keys: Sequence[OffloadKey]) -> bool:
-        """Return whether host memory can take all these chunks at once, as a load needs it."""
+    def has_room(self, keys: Sequence[OffloadKey]) -> bool | None:
+        """Return whether host memory can take all these chunks at once, as a load needs it.
+
+        None: it may soon; ask again.
+        """
 
     @abstractmethod
     def is_fetching(self, keys: Iterable[OffloadKey]) -> bool:
-        """Whether a load brings one of these chunks, or must end before a tier loads more."""
+        """Whether a load brings one of these chunks, or must end before this one begins."""
 
     @abstractmethod
     def explain(

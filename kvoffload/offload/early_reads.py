@@ -2,7 +2,8 @@
 
 The first requests of the queue come first. A tier's early reads, late ones included, keep a bounded
 part of host memory. None begins while the tier loads for a request that runs. They evict nothing
-that is kept for the queue.
+that is kept for the queue. A load or store that lacks the room that they keep waits until they have
+ended, and none begins meanwhile.
 """
 
 from collections import Counter
@@ -25,6 +26,8 @@ MOST_BYTES = 64 << 20
 One read takes half of it, so that the tier reads on until the engine's next step."""
 PART = 8
 """In small host memory they keep this part of it."""
+HELD_BACK_S = 1.0
+"""So long after a load or store lacked room no read begins: it is looked at again by then."""
 ASKED_AHEAD = 64
 """Chunks after one without an answer that tiers are asked about in the same step."""
 
@@ -62,10 +65,27 @@ class EarlyReads:
         self._take_slots = take_slots
         self._promises = promises
         self._jobs = jobs
-        self._most_bytes = min(MOST_BYTES, host.capacity_bytes // PART)
+        self._most_bytes = min(MOST_BYTES, host.capacity_bytes // PART, promises.share_bytes // 2)
+        self._held_back_until_s = 0.0
         self._kept_bytes: Counter[str] = Counter()
         """Tier → host memory of its reads in flight, and of answered ones that may still write."""
         self._counts = figures.counter(QUEUE_CHUNKS, "read_early")
+
+    def lacks_room(self) -> bool | None:
+        """Note that a load or store lacks room; return None if reads in flight keep some."""
+        self._held_back_until_s = self._host.now_s() + HELD_BACK_S
+        return None if self._are_in_flight() else False
+
+    def are_waited_for(self) -> bool:
+        """Whether a load or store lacked room lately, and reads in flight keep some."""
+        return self._are_held_back() and self._are_in_flight()
+
+    def _are_in_flight(self) -> bool:
+        return any(isinstance(job, EarlyRead) for job in self._jobs.values())
+
+    def _are_held_back(self) -> bool:
+        # Or the clock has jumped.
+        return 0 < self._held_back_until_s - self._host.now_s() <= HELD_BACK_S
 
     def read_more(self, request: QueuedRequest) -> bool:
         """Begin to read what a request needs next; return whether to call this again for it."""
@@ -95,6 +115,8 @@ class EarlyReads:
         kept_bytes = self._kept_bytes[tier.name]
         room = min(self._most_bytes - kept_bytes, self._most_bytes // 2)
         if (kept_bytes and room <= 0) or self._promises.is_loading(tier.name):
+            return False
+        if self._are_held_back():
             return False
         keys = self._on_tier(tier, part)
         fits = self._host.fitting(keys, min(room, self._queue.room_bytes(request)))
@@ -146,7 +168,6 @@ class EarlyReads:
             self._stored_on(request.context),
         )
         self._kept_bytes[tier.name] += num_bytes
-        self._promises.reads_early(tier.name, num_bytes)
         self._jobs.begin(job)
 
     def ended(
@@ -164,10 +185,10 @@ class EarlyReads:
         self._queue.has_read(job.request, arrived)
         late_bytes = 0 if settled else self._host.bytes_of_all(job.failed(ok))
         self._kept_bytes[job.tier] -= job.num_bytes - late_bytes
-        self._promises.has_read_early(job.tier, job.num_bytes, late_bytes, any(ok))
+        self._promises.has_read_early(job.tier, late_bytes, any(ok))
         job.num_bytes = late_bytes
 
     def released(self, job: EarlyRead) -> None:
         """Take in that nothing writes to the slots of an answered read any more."""
         self._kept_bytes[job.tier] -= job.num_bytes
-        self._promises.has_read_early(job.tier, 0, -job.num_bytes, False)
+        self._promises.has_read_early(job.tier, -job.num_bytes, False)

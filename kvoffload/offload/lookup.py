@@ -1,7 +1,7 @@
 """Finds where a chunk is: in host memory, in flight to it, or on a tier."""
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain
 from operator import indexOf
 
@@ -24,10 +24,18 @@ class Lookups:
         found: counts the chunks found on tiers, by tier and result.
         caching: False if chunks only pass through host memory: a load then needs one slot, and
             without a free slot the answer is "ask again".
+        lacks_room: answers for a chunk that host memory has no room for: False, or "ask again".
     """
 
-    def __init__(self, host: HostCache, found: Counter[tuple[str, str]], caching: bool) -> None:
+    def __init__(
+        self,
+        host: HostCache,
+        found: Counter[tuple[str, str]],
+        caching: bool,
+        lacks_room: Callable[[], bool | None],
+    ) -> None:
         self._host = host
+        self._lacks_room = lacks_room
         self._found = found
         # Attributes: each lookup adds to them.
         self._host_hits = self._misses = self._pending = 0
@@ -132,7 +140,7 @@ class Lookups:
                 from_below += 1
                 name = tier.name
             if from_below and self._caching and from_below + idle_hits > host.room_for(key):
-                answer = False
+                answer = self._lacks_room()
                 break
             if name:
                 found[name] += 1
@@ -157,12 +165,11 @@ class Lookups:
             run = run[: max(0, self._host.least_room(run) - idle_hits)]
         return len(run) if len(self._host.absent(run)) == len(run) else 0
 
-    def has_room(self, keys: Sequence[OffloadKey]) -> bool:
+    def has_room(self, keys: Sequence[OffloadKey]) -> bool | None:
         """Return whether host memory can take all these chunks at once, as one load needs it."""
-        if self._caching:
-            return self._host.has_room(keys)
-        # Chunks of one size take turns in a slot.
-        return self._host.has_room(list({self._host.bytes_of(key): key for key in keys}.values()))
+        if not self._caching:  # chunks of one size take turns in a slot
+            keys = list({self._host.bytes_of(key): key for key in keys}.values())
+        return self._host.has_room(keys) or self._lacks_room()
 
     def samples(self) -> Iterator[Sample]:
         """Yield what was found in host memory, and what was not found, on any thread."""

@@ -100,7 +100,6 @@ class TieredOffloadingManager(OffloadingManager):
         self._promote = promote
         self._hints = HintReader(self.counters, client_hints)
         self._admission = make_filter(store_threshold, host.num_slots)
-        self._lookups = Lookups(host, self.figures.lookups, caching)
         self.promises = Promises(
             host, self._tiers_of, self.figures.lookups, load_timeout_s, len(self.tiers)
         )
@@ -135,6 +134,7 @@ class TieredOffloadingManager(OffloadingManager):
             self.figures,
         )
         self.waiting.read_more = self._early.read_more
+        self._lookups = Lookups(host, self.figures.lookups, caching, self._early.lacks_room)
         self.coming = ComingSessions(self.waiting, host, self._read_s, self.figures)
         """Sessions that said when they return."""
         self.returns = Returns(host, self.coming)
@@ -172,11 +172,13 @@ class TieredOffloadingManager(OffloadingManager):
             self.waiting.asked(request_id(req_context))
         return self._lookups.find_prefix(keys, self._tiers_of(req_context))
 
-    def has_room(self, keys: Sequence[OffloadKey]) -> bool:
+    def has_room(self, keys: Sequence[OffloadKey]) -> bool | None:
         return self._lookups.has_room(keys)
 
     def is_fetching(self, keys: Iterable[OffloadKey]) -> bool:
-        return self.promises.has_full(self.tiers) or any(key in self._host.fetching for key in keys)
+        if self.promises.has_full(self.tiers) or self._early.are_waited_for():
+            return True
+        return any(key in self._host.fetching for key in keys)
 
     def explain(
         self, keys: Sequence[OffloadKey], req_context: ReqContext | None = None
@@ -298,7 +300,7 @@ class TieredOffloadingManager(OffloadingManager):
         refused = tuple(new[len(slots) :])
         if refused:
             self._host.disown(refused)
-            if self._caching:
+            if self._caching and self._early.lacks_room() is False:
                 self.drop(refused)
                 refused = ()
         spec = CPULoadStoreSpec(slots)

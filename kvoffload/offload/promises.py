@@ -170,7 +170,8 @@ class Promises:
         self._clock = clock
         self._loads: dict[str, _TierLoads] = {}
         self._half = host.capacity_bytes // 2
-        self._share = self._half // max(1, num_tiers)
+        self.share_bytes = self._half // max(1, num_tiers)
+        """Of host memory: what a tier that does not answer may keep."""
         self._declined: dict[str, dict[str, str]] = {}
         """Request → reason for each of its declined tiers."""
 
@@ -263,16 +264,10 @@ class Promises:
         """Return how long reading so many bytes takes by the last loads; None if unknown."""
         return loads.times.seconds(num_bytes) if (loads := self._loads.get(tier)) else None
 
-    def reads_early(self, tier: str, num_bytes: int) -> None:
-        """Note that a read for a queued request keeps host memory as a load does."""
+    def has_read_early(self, tier: str, late_bytes: int, has_arrived: bool) -> None:
+        """Note that a read for a queued request has ended, but may still write to some memory."""
         if (loads := self._loads.get(tier)) is None:
             loads = self._loads[tier] = _TierLoads()
-        loads.flying_bytes += num_bytes
-
-    def has_read_early(self, tier: str, num_bytes: int, late_bytes: int, has_arrived: bool) -> None:
-        """Note that such a read has ended, though it may still write to some of its memory."""
-        loads = self._loads[tier]
-        loads.flying_bytes -= num_bytes
         loads.late_bytes += late_bytes
         if has_arrived:
             loads.answered_s = self._clock()
@@ -323,7 +318,7 @@ class Promises:
         loads, now_s = self._loads.get(tier.name), self._clock()
         if loads is None:
             return ""
-        if loads.late_bytes >= self._share:
+        if loads.late_bytes >= self.share_bytes:
             return NOT_IN_TIME  # no probe either: it would keep its slots as well
         if loads.is_to_probe(now_s):
             return ""
@@ -353,14 +348,14 @@ class Promises:
         Until a tier answers, as after an idle time, it could be one that hangs.
         """
         loads, host = self._loads.get(tier.name), self._host
-        if loads is None or not loads.flying_bytes or loads.late_bytes >= self._share:
+        if loads is None or not loads.flying_bytes or loads.late_bytes >= self.share_bytes:
             return False  # it is declined, if late loads alone are too many
         if host.busy_slots == host.num_slots:
             return False  # nothing has room, from whichever tier
         kept_bytes = loads.flying_bytes + loads.late_bytes
         if self._clock() <= loads.answered_s + self._load_timeout_s:
             return kept_bytes > self._half
-        return kept_bytes >= self._share
+        return kept_bytes >= self.share_bytes
 
     def declined(self, tiers: tuple[Tier, ...], req_id: str) -> dict[Tier, str]:
         """Return those of these tiers that are declined for a request, with the reasons."""

@@ -297,3 +297,12 @@ def test_of_windows_a_request_uses_what_it_loads():
     assert set(groups.used(keys, 12)) == {*keys[0], *keys[1][1:3]}
     alone = groups_of(FULL)
     assert alone.used(keys_of(alone, 16), 0) == keys[0]
+
+
+def test_a_prompt_whose_groups_lack_room_for_a_while_is_asked_about_again():
+    groups = groups_of(FULL, WINDOW)
+    keys = keys_of(groups, 40)
+    there = {key for of_group in keys for key in of_group}
+    asks = (lambda wanted: (len(wanted), False)), there.__contains__
+    assert sought(groups, keys, 0, 39, *asks, lambda wanted: None, worth) == (0, True)
+    assert sought(groups, keys, 0, 39, *asks, lambda wanted: True, worth) == (36, False)

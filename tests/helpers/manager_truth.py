@@ -135,7 +135,10 @@ class ManagerTruth:
         return True if True in answers else None if None in answers else False
 
     def expected_prefix(self, keys, answers):
-        """Leading hits, as far as those from below fit beside the idle ones of the prompt."""
+        """Leading hits, as far as those from below fit beside the idle ones of the prompt.
+
+        Early reads in flight keep room: more fit once they have ended.
+        """
         host = self.manager._host
         if self.staging and answers[0] and not host.room_for(keys[0]):
             return 0, True
@@ -146,7 +149,7 @@ class ManagerTruth:
             below += key not in self.replayed["CPU"]
             idle += host.is_ready(key) and key not in host.pinned
             if below and not self.staging and below + idle > host.room_for(key):
-                return hits, False
+                return hits, bool(self.early)
         return len(keys), False
 
     def resident(self):

@@ -106,8 +106,9 @@ class Walk(ManagerTruth):
         hint = (context.kv_transfer_params or {}).get("kvoffload")
         hits, pending = self.manager.lookup_prefix(keys, context)
         assert [self.manager.lookup(key, context) for key in keys[:hits]] == [True] * hits
-        if hits < len(keys) and pending:
-            assert self.manager.lookup(keys[hits], context) is None
+        if hits < len(keys) and pending and self.manager.lookup(keys[hits], context) is not None:
+            assert self.early, "nothing in flight keeps room that the load lacks"
+            assert self.manager.is_fetching(keys)
         while hits and not self.manager.promises.is_worth_loading(keys[:hits], hits, context):
             assert self.manager.promises.declined(self.manager.tiers, context.req_id)
             hits, pending = self.manager.lookup_prefix(keys, context)

@@ -4,6 +4,7 @@ import pytest
 from manager_parts import Store, figures, keys, new_manager
 
 from kvoffload.offload.base import EarlyRead, ReqContext
+from kvoffload.offload.host_cache import HostCache
 
 
 def waiting_manager(store, slots=64, **settings):
@@ -22,6 +23,12 @@ def step(manager):
     manager.check()
     assert all(isinstance(job, EarlyRead) for job in jobs)
     return jobs
+
+
+def early_in_flight(manager, chunks):
+    queue(manager, "waits", chunks)
+    step(manager)
+    return step(manager)
 
 
 def end(manager, job, ok=True, settled=True):
@@ -268,3 +275,61 @@ def test_what_one_tier_fails_to_read_is_read_from_the_next():
             end(manager, job, ok=job.tier == manager.tiers[1].name)
     assert asked[0] != asked[-1]
     assert manager.lookup_prefix(chunks, ReqContext("r")) == (3, False)
+
+
+@pytest.mark.parametrize("size", [60, 70])
+def test_a_load_of_nearly_all_of_host_memory_waits_for_early_reads_and_is_no_shorter(size):
+    wanted, waits, context = keys("wanted", size), keys("waits", 40), ReqContext("running")
+    manager = waiting_manager(Store([*wanted, *waits]))
+    jobs = early_in_flight(manager, waits)
+    assert manager.lookup_prefix(wanted, context) == (64 - 8, True)
+    assert manager.has_room(wanted) is None
+    assert manager.is_fetching(wanted)
+    end(manager, jobs[0])
+    assert step(manager) == []  # no read takes the room that is waited for
+    for job in jobs[1:]:
+        end(manager, job)
+    most = min(size, 64)
+    assert manager.lookup_prefix(wanted, context) == (most, False)
+    assert manager.has_room(wanted) is (size == most)
+    assert not manager.is_fetching(wanted)
+    load = manager.begin_load(wanted[:most], context)
+    assert len(load.keys) == most
+    manager.complete(load, [True] * most)
+
+
+def test_early_reads_go_on_after_a_load_that_lacked_room(monkeypatch):
+    now_s, wanted, waits = [5.0], keys("wanted", 60), keys("waits", 40)
+    monkeypatch.setattr(HostCache, "now_s", staticmethod(lambda: now_s[0]))
+    manager = waiting_manager(Store([*wanted, *waits]))
+    jobs = early_in_flight(manager, waits)
+    manager.lookup_prefix(wanted, ReqContext("running"))
+    end_all(manager, jobs)
+    assert step(manager) == []
+    now_s[0] += 1.0
+    assert step(manager)
+
+
+def test_a_store_of_nearly_all_of_host_memory_is_offered_again_and_no_shorter():
+    new, waits, context = keys("new", 60), keys("waits", 40), ReqContext("running")
+    manager = waiting_manager(Store(waits))
+    jobs = early_in_flight(manager, waits)
+    output = manager.prepare_store(new, context)
+    assert (len(output.job.keys), output.refused_keys) == (56, tuple(new[56:]))
+    end_all(manager, jobs)
+    again = manager.prepare_store(output.refused_keys, context)
+    assert again.job.keys == tuple(new[56:])
+    assert not any(manager.figures.not_stored.values())
+    for job in (output.job, again.job):
+        manager.complete(job, [True] * len(job.keys))
+    manager.check()
+
+
+@pytest.mark.parametrize("num_tiers", [1, 4, 5])
+def test_early_reads_of_a_tier_without_a_load_yet_do_not_fill_it(num_tiers):
+    wanted, waits = keys("wanted", 10), keys("waits", 40)
+    stores = [Store([*wanted, *waits]), *(Store() for _ in range(num_tiers - 1))]
+    manager = new_manager(80, stores, waiting_share=0.9, max_persisting_slots=0, load_timeout_s=5.0)
+    assert early_in_flight(manager, waits)
+    assert manager.lookup_prefix(wanted, ReqContext("running")) == (10, False)
+    assert not manager.is_fetching(wanted)

@@ -222,9 +222,13 @@ class LocalConnector:
             answer = manager.lookup(key, context)
             return answer if waits else answer is True
 
+        def has_room(keys: Sequence[OffloadKey]) -> bool | None:
+            answer = manager.has_room(keys)
+            return answer if waits else answer is True
+
         is_worth = partial(manager.promises.is_worth_loading, req_context=context)
         most = self._groups, state.keys, state.start, limit
-        return longest(*most, find_prefix, find, manager.has_room, is_worth)
+        return longest(*most, find_prefix, find, has_room, is_worth)
 
     def update_state_after_alloc(
         self, request: OffloadRequest, block_ids: BlockTables, num_external_tokens: int

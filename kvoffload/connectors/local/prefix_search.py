@@ -16,8 +16,8 @@ Prefix = Callable[[Sequence[OffloadKey]], tuple[int, bool]]
 """Looks up consecutive chunks: how many there are, and whether the next may come soon."""
 Find = Callable[[OffloadKey], bool | None]
 """Looks up one chunk; None: it may come soon."""
-HasRoom = Callable[[Sequence[OffloadKey]], bool]
-"""Whether chunks can be loaded all at once."""
+HasRoom = Callable[[Sequence[OffloadKey]], bool | None]
+"""Whether chunks can be loaded all at once; None: it may be soon."""
 IsWorth = Callable[[Sequence[OffloadKey], int], bool]
 """Whether chunks are worth loading, for so many tokens; if not, lookups find fewer from now on."""
 
@@ -85,19 +85,23 @@ def _windows_end(
                 return start, True
             end = shorter
         if end == before:
-            end = _last_with_room(groups, keys, start, end, has_room)
+            shorter = _last_with_room(groups, keys, start, end, has_room)
+            if shorter is None:
+                return start, True
+            end = shorter
     return end, False
 
 
 def _last_with_room(
     groups: ChunkGroups, keys: Keys, start: int, end: int, has_room: HasRoom
-) -> int:
+) -> int | None:
     """Return the last end up to which all groups' chunks have room; ``start`` for none.
 
-    A longer prefix is taken to need more room than a shorter one.
+    A longer prefix is taken to need more room than a shorter one. None: it may have room soon.
     """
-    if end <= start or has_room(_to_load(groups, keys, start, end)):
-        return end
+    room = end <= start or has_room(_to_load(groups, keys, start, end))
+    if room is not False:
+        return end if room else None
     ends = range(start, end, groups.alignment)
     too_long = bisect_left(
         ends, True, lo=1, key=lambda e: not has_room(_to_load(groups, keys, start, e))

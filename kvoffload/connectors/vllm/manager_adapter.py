@@ -157,7 +157,7 @@ class ManagerAdapter(VllmManager):  # type: ignore[misc]  # untyped base
             return 0, bool(keys)
         return self.manager.lookup_prefix(keys, self._context(req_context))
 
-    def has_room(self, keys: Sequence[OffloadKey]) -> bool:
+    def has_room(self, keys: Sequence[OffloadKey]) -> bool | None:
         return self.manager is None or self.manager.has_room(keys)
 
     def is_worth_loading(

@@ -206,6 +206,8 @@ class KVOffloadScheduler(OffloadingConnectorScheduler):  # type: ignore[misc]  #
         while found and not self._lookup_counts_room:
             # A load that host memory cannot take whole would fail, each time it is tried.
             most = self._most_with_room(self._req_status[request.request_id], start, found)
+            if most is None:
+                return None, False
             if most == found:
                 break
             found, is_async = super().get_num_new_matched_tokens(request, start, most)
@@ -237,17 +239,18 @@ class KVOffloadScheduler(OffloadingConnectorScheduler):  # type: ignore[misc]  #
         first, *others = self.config.kv_group_configs
         return not others and first.sliding_window_size_in_chunks is None
 
-    def _most_with_room(self, status: Any, start: int, found: int) -> int:
+    def _most_with_room(self, status: Any, start: int, found: int) -> int | None:
         """Return how many of the tokens found can be loaded at once, with chunks of all groups.
 
-        A longer prefix is taken to need more room than a shorter one.
+        A longer prefix is taken to need more room than a shorter one. None: ask again.
         """
 
-        def has_room(end: int) -> bool:
+        def has_room(end: int) -> bool | None:
             return self.adapter.has_room(self._keys_to_load(status, start, end))
 
-        if has_room(start + found):
-            return found
+        room = has_room(start + found)
+        if room is not False:
+            return found if room else None
         size = self._chunk_tokens
         ends = range(start - start % size, start + found, size)
         too_long = bisect_left(ends, True, lo=1, key=lambda end: not has_room(end))
