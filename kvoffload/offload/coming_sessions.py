@@ -126,12 +126,10 @@ class ComingSessions:
                 self._queue.add(partial(tuple, fitting), context, Place.AWAITED)
 
     def clear(self) -> None:
-        """Forget all sessions; the queue is cleared by its owner."""
-        self._sessions.clear()
-        self._queued.clear()
-        self._queued_bytes = 0
+        """Forget all sessions."""
+        for name in [*self._sessions]:
+            self.forget(name)
         self.times.clear()
-        self._num_chunks = 0
 
 
 def _request_id(number: int) -> str:

@@ -440,11 +440,11 @@ class TieredOffloadingManager(OffloadingManager):
         :meth:`replace_tiers`.
         """
         self._num_resets += 1
+        self.coming.clear()
         gone = self._host.forget_all(self._num_resets)
         for job in self._jobs.values():
             job.reset = job.reset or self._num_resets
-        self.coming.clear()
-        self.waiting.clear()
+        self.waiting.begin_again()
         self.returns.clear()
         self._events.reasons.note(gone, Reason.RESET)
         self._events.removed(gone, Reason.RESET)

@@ -49,8 +49,3 @@ class NeededChunks:
         """Return what stores are to be told now: requests by number, with their chunks."""
         taken, self.to_tell = self.to_tell, {}
         return list(taken.items())
-
-    def clear(self) -> None:
-        """Tell of no request any more."""
-        for number in [*self._waiting, *self._told]:
-            self.leave(number)

@@ -300,20 +300,16 @@ class WaitingQueue:
                 self._note_lack(request, None)
                 self._insert(self._unfinished, request.number)
 
-    def clear(self) -> None:
-        """Forget all requests; host memory has forgotten all chunks, or the claims with them."""
-        self.needed.clear()
-        self._host.end_claims(list(self._host.claims))
-        for known in (
-            self._number_of,
-            self.requests,
-            self._newcomers,
-            self._lacking,
-            self._tenants,
-            self._more,
-        ):
-            known.clear()
-        self._claimants, self._unfinished = [], []
+    def begin_again(self) -> None:
+        """Look at all requests again: host memory has forgotten all chunks, and their claims."""
+        for request in self.requests.values():
+            request.num_kept, request.lacks, request.read_early = 0, None, frozenset()
+        for tenant in self._tenants.values():
+            tenant.held_bytes, tenant.full = 0, []
+        self._lacking.clear()
+        self._more.clear()
+        self._claimants = []
+        self._unfinished = sorted(self.requests.keys() - self._newcomers.keys())
         self._held_bytes, self._limit_bytes = 0, self._share_bytes
         self._too_large = None
 

@@ -200,6 +200,30 @@ def test_nothing_kept_outlives_its_request(end):
     manager.check()
 
 
+def test_requests_that_wait_through_a_reset_keep_what_is_stored_after_it():
+    manager = new_manager(slots=40, share=1.0)
+    first, second, absent, late = (keys(name, 12) for name in ("1", "2", "3", "4"))
+    for chunks in (first, second):
+        put(manager, chunks)
+    queue(manager, "first", first, tenant="a")
+    queue(manager, "second", [*first[:4], *second], tenant="b")
+    queue(manager, "absent", absent, tenant="b")
+    put(manager, keys("running", 30))  # second gives way
+    manager.request_queued(lambda: late, ReqContext("late"))
+    manager.reset_cache()
+    manager.check()
+    assert not manager._host.claims
+    for chunks in (absent, first, late):
+        put(manager, chunks)
+        manager.serve_queue()
+        manager.check()
+    assert [kept(manager, chunks) for chunks in (first, absent, late)] == [12, 12, 12]
+    for name in ("first", "second", "absent", "late"):
+        manager.retire([], ReqContext(name))
+    assert not manager._host.claims
+    manager.check()
+
+
 @pytest.mark.parametrize("begin", ["prepare_store", "begin_load"])
 def test_a_chunk_in_flight_that_does_not_come_is_read_from_another_tier(begin):
     a, near, far = keys("a", 6), Store(), Store()
@@ -460,7 +484,10 @@ def test_what_nobody_tells_the_stores_does_not_pile_up():
             manager.request_admitted(ReqContext(f"c{i - 10}"))
     assert len(needed.to_tell) == 10
     assert [number for number, _ in needed.take()] == [*range(91, 101)]
-    manager.reset_cache()
+    manager.reset_cache()  # the requests wait on
+    assert needed.take() == []
+    for i in range(90, 100):
+        manager.retire([], ReqContext(f"c{i}"))
     assert needed.take() == [(number, []) for number in range(91, 101)]
     assert not needed.to_tell
 

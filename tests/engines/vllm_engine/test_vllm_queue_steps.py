@@ -145,13 +145,17 @@ def test_a_request_aborted_in_the_queue_leaves_it_at_once(alone):
     at_rest(rig)
 
 
-def test_a_reset_forgets_the_queue_and_its_requests_are_served(alone):
+def test_requests_that_wait_through_a_reset_keep_what_is_stored_after_it(alone):
     rig = filled(alone, 7 * CHUNKS)
-    requests = [rig.add(prompt(i), 4) for i in range(10)]
+    requests = [rig.add(prompt(i % 5), 4) for i in range(11)]
     for _ in range(4):
         rig.step()
     rig.scheduler.connector.reset_cache()
-    run(rig, requests)
+    assert not manager_of(rig)._host.claims
+    kept = results(rig)["kept"]
+    cached = run(rig, requests)
+    assert results(rig)["kept"] > kept
+    assert cached[6:] == [LENGTH - 1] * 5
     at_rest(rig)
 
 
