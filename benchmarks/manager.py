@@ -296,7 +296,7 @@ def _queue_rows() -> list[Row]:
             200,
             "goal",
         ),
-        row(f"request_admitted, {title}", statistics.median(idle) * 1e6, "us"),
+        row(f"request_admitted, {title}", statistics.median(idle) * 1e6, "us", 200, "goal"),
     ]
 
 

@@ -422,16 +422,24 @@ class HostCache:
         self._keep(here)
         self.claims.update(dict.fromkeys(keys, claimant))
 
-    def end_claims(self, keys: Sequence[OffloadKey]) -> list[Any]:
+    def end_claims(
+        self, keys: Sequence[OffloadKey], gone: Collection[OffloadKey] = ()
+    ) -> list[Any]:
         """Put chunks back into the eviction order, the last one the most recent.
+
+        Args:
+            keys: the chunks, which have claims.
+            gone: those that have left host memory, or have not come.
 
         Returns:
             The claimant of each.
         """
         claimants = list(map(self.claims.pop, keys))
-        # Mostly a load has just pinned them all; asked first, the small table answers faster.
-        idle = filterfalse(self.pinned.__contains__, keys) if self.pinned else keys
-        if here := list(filter(self.evictable.__contains__, idle)):
+        idle: Iterable[OffloadKey] = keys
+        for place in (self.pinned, self.incoming, self.fetching, gone):
+            if place:  # these are small: to ask for each chunk in the table of idle ones takes long
+                idle = filterfalse(place.__contains__, idle)
+        if here := list(idle):
             self._let_go(here)
         return claimants
 

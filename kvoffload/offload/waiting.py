@@ -250,7 +250,7 @@ class WaitingQueue:
             request = self.requests[number]
             if not gone.isdisjoint(islice(request.keys, request.num_kept)):
                 at = next(i for i, key in enumerate(request.keys) if key in gone)
-                self._end_claims(request, request.num_kept - at)
+                self._end_claims(request, request.num_kept - at, gone)
                 self._note_lack(request, None)
                 self._insert(self._unfinished, number)
 
@@ -386,7 +386,9 @@ class WaitingQueue:
         request.num_kept += len(keys)
         self._insert(self._claimants, request.number)
 
-    def _end_claims(self, request: QueuedRequest, num_chunks: int) -> int:
+    def _end_claims(
+        self, request: QueuedRequest, num_chunks: int, gone: Collection[OffloadKey] = ()
+    ) -> int:
         """End the last claims of a request; return how many chunks have no claim any more."""
         host, more = self._host, self._more
         keys = request.keys[request.num_kept - num_chunks : request.num_kept][::-1]
@@ -402,7 +404,7 @@ class WaitingQueue:
                 else:
                     last.append(key)
             keys = last
-        claimants: list[Tenant] = host.end_claims(keys)
+        claimants: list[Tenant] = host.end_claims(keys, gone)
         if claimants.count(request.tenant) == len(keys):
             num_bytes = host.bytes_of_all(keys)
             request.tenant.held_bytes -= num_bytes

@@ -124,9 +124,13 @@ class HandicapPolicy:
         if pinned.keys().isdisjoint(keys):
             self._add_new(keys)
             return
-        for key in keys:
-            queue = pinned.pop(key, None)
-            if queue is None:
+        queues = list(map(pinned.pop, keys, repeat(-1)))
+        at = queues[0]
+        if at >= 0 and queues.count(at) == len(queues):  # neighbours in a prompt mostly are
+            tables[at].update(zip(keys, repeat(self._now)))
+            return
+        for key, queue in zip(keys, queues, strict=True):
+            if queue < 0:
                 self._add_new((key,))
             else:
                 tables[queue][key] = self._now
