@@ -14,12 +14,13 @@ from kvoffload.messages import BackendLoadStoreSpec, CPULoadStoreSpec, OffloadKe
 from kvoffload.metrics.names import QUEUE_CHUNKS
 from kvoffload.metrics.samples import Registry
 from kvoffload.offload.base import ReqContext
+from kvoffload.offload.claims import QueuedRequest
 from kvoffload.offload.host_cache import HostCache
 from kvoffload.offload.in_flight import JobsInFlight
 from kvoffload.offload.job import EarlyRead
 from kvoffload.offload.promises import Promises
 from kvoffload.offload.tiers import Tier, first_holder
-from kvoffload.offload.waiting import PORTION, QueuedRequest, WaitingQueue
+from kvoffload.offload.waiting import PORTION, WaitingQueue
 
 MOST_BYTES = 64 << 20
 """Host memory that the early reads of a tier keep: a load behind them waits no longer than that.
@@ -119,10 +120,10 @@ class EarlyReads:
         if self._are_held_back():
             return False
         keys = self._on_tier(tier, part)
-        fits = self._host.fitting(keys, min(room, self._queue.room_bytes(request)))
+        fits = self._host.fitting(keys, min(room, self._queue.claims.room_bytes(request)))
         if not fits and not kept_bytes:
             # A chunk larger than the budget is read when nothing else is.
-            fits = self._host.fitting(keys[:1], self._queue.room_bytes(request))
+            fits = self._host.fitting(keys[:1], self._queue.claims.room_bytes(request))
         self._host.own(keys[:fits], request.context.tenant)
         slots = self._slots_for(keys[:fits])
         self._host.disown(keys[len(slots) : fits])
@@ -140,17 +141,17 @@ class EarlyReads:
         return new if len(set(new)) == len(new) else new[:1]
 
     def _slots_for(self, keys: Sequence[OffloadKey]) -> list[int]:
-        self._queue.gives_way = False
+        self._queue.claims.give_way = False
         try:
             return self._take_slots(keys)[0] if keys else []
         finally:
-            self._queue.gives_way = True
+            self._queue.claims.give_way = True
 
     def _begin(
         self, request: QueuedRequest, tier: Tier, keys: Sequence[OffloadKey], slots: list[int]
     ) -> None:
         self._host.fetching.update(zip(keys, slots, strict=True))
-        self._queue.claim_read(request, keys)
+        self._queue.claims.begin(request, keys)
         spec = CPULoadStoreSpec(slots)
         source = BackendLoadStoreSpec(tier.name, keys, self._host.tenants_of(keys))
         job_id = self._jobs.new_id()

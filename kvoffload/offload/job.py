@@ -11,8 +11,8 @@ from kvoffload.messages import BackendLoadStoreSpec, CPULoadStoreSpec, OffloadKe
 
 if TYPE_CHECKING:
     from kvoffload.offload.base import ReqContext
+    from kvoffload.offload.claims import QueuedRequest
     from kvoffload.offload.tiers import Tier
-    from kvoffload.offload.waiting import QueuedRequest
 
 
 @dataclass(eq=False)

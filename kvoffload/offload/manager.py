@@ -186,7 +186,7 @@ class TieredOffloadingManager(OffloadingManager):
         tiers, reason = self._tiers_of(req_context), self._events.reasons.reason
         declined = self.promises.declined(self.tiers, request_id(req_context))
         found = [self._lookups.place(key, tiers, declined) or reason(key) for key in keys]
-        if (queued := self.waiting.get(request_id(req_context))) is not None:
+        if (queued := self.waiting.requests.get(request_id(req_context))) is not None:
             was_here = {*queued.keys[: queued.num_here]}
             for i, key in enumerate(keys):
                 if found[i] == Reason.EVICTED and key in was_here:

@@ -250,7 +250,7 @@ class Walk(ManagerTruth):
         prompt, context = self.queued.pop(which % len(self.queued))
         self.load(prompt, 0, context=context)
         self.manager.request_admitted(context)
-        assert self.manager.waiting.get(context.req_id) is None
+        assert self.manager.waiting.requests.get(context.req_id) is None
 
     def preempt(self, which):
         """A queued request runs without a load, is preempted, and queues before the others."""
@@ -260,8 +260,8 @@ class Walk(ManagerTruth):
         self.manager.request_admitted(context)
         self.manager.request_queued(lambda: KEYS[prompt], context, was_preempted=True)
         waiting = self.manager.waiting
-        queued = waiting.get(context.req_id)
-        assert queued is None or queued.number == min(waiting.requests)
+        queued = waiting.requests.get(context.req_id)
+        assert queued is None or queued is min(waiting.requests.values())
 
     def abort(self, which):
         if self.queued:

@@ -213,7 +213,7 @@ def test_a_chunk_that_fails_ends_the_prefix_and_another_tier_may_have_it():
     for _ in range(3):
         step(manager)
     assert manager.lookup_prefix(a, ReqContext("r")) == (6, False)
-    assert manager.waiting.get("r").num_kept == 6
+    assert manager.waiting.requests.get("r").num_kept == 6
 
 
 def test_a_tier_without_an_answer_is_asked_again():

@@ -125,10 +125,10 @@ def test_a_preempted_request_keeps_its_chunks_before_those_that_wait(alone):
         rig.step()
         assert time.monotonic() < until_s, "no request is preempted"
     (first,) = preempted
-    assert min(queue.requests) == queue.get(first.request_id).number
+    assert min(queue.requests.values()) is queue.requests.get(first.request_id)
     for _ in range(3):
         rig.step()
-    assert queue.get(first.request_id).num_kept >= CHUNKS
+    assert queue.requests.get(first.request_id).num_kept >= CHUNKS
     run(rig, requests)
     at_rest(rig)
 
@@ -138,7 +138,7 @@ def test_a_request_aborted_in_the_queue_leaves_it_at_once(alone):
     requests = [rig.add(prompt(i), 8) for i in range(2)]
     rig.step()
     queue, (_, waits) = manager_of(rig).waiting, requests
-    assert queue.get(waits.request_id) is not None
+    assert queue.requests.get(waits.request_id) is not None
     rig.scheduler.finish_requests([waits.request_id], RequestStatus.FINISHED_ABORTED)
     assert not queue.requests
     run(rig, requests)
@@ -195,7 +195,7 @@ def test_a_request_with_images_or_another_wish_keeps_nothing(alone):
     half.adapter.request_admitted(wish.request_id)
     half.adapter.keep_out(wish.request_id)
     half.on_new_request(wish)
-    assert manager_of(rig).waiting.get(wish.request_id) is None
+    assert manager_of(rig).waiting.requests.get(wish.request_id) is None
 
 
 def test_stores_are_told_when_sessions_return(alone):

@@ -44,8 +44,8 @@ def tables(connector):
         "queued requests": manager.waiting.requests,
         "requests not listed": manager.waiting._newcomers,
         "lacking requests": manager.waiting._lacking,
-        "shared claims": manager.waiting._more,
-        "queued tenants": manager.waiting._tenants,
+        "shared claims": manager.waiting.claims._more,
+        "queued tenants": manager.waiting.claims.tenants,
         "chunks that stores keep": manager.waiting.needed._told,
         "retiring": manager._retirement._in_flight,
     }

@@ -1,0 +1,317 @@
+"""Claims on chunks in host memory: what queued requests keep, how much, and who gives way.
+
+A chunk under a claim is out of the eviction order. Claims take at most a share of host memory.
+While requests of several tenants wait, one tenant's claims take at most half of the share.
+"""
+
+from bisect import bisect_left
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import chain, islice
+from operator import indexOf
+
+from kvoffload.errors import UsageError
+from kvoffload.messages import OffloadKey
+from kvoffload.metrics.names import QUEUE_CHUNKS
+from kvoffload.metrics.samples import Registry
+from kvoffload.offload.base import ReqContext
+from kvoffload.offload.host_cache import HostCache
+
+
+@dataclass(eq=False, slots=True)
+class Tenant:
+    """The queued requests of one tenant."""
+
+    name: bytes
+    num_requests: int = 0
+    held_bytes: int = 0
+    """Of the chunks whose first claim was its."""
+    full: list["QueuedRequest"] = field(default_factory=list)
+    """Requests that found it at its limit."""
+
+
+@dataclass(eq=False, slots=True)
+class QueuedRequest:
+    """A request in the queue."""
+
+    number: int
+    """Its place: requests that come first have lower ones."""
+    context: ReqContext
+    tenant: Tenant
+    list_keys: Callable[[], Sequence[OffloadKey]]
+    keys: Sequence[OffloadKey] = ()
+    """Of its chunks, head to tail; the connector's, which may add to them."""
+    num_keys: int = 0
+    num_here: int = 0
+    """Leading chunks that host memory had when it came."""
+    num_kept: int = 0
+    """Leading chunks that have its claim."""
+    has_waited: bool = False
+    """Whether it waits for a step, at least."""
+    is_asked: bool = False
+    """Whether the engine has asked what it can load: its turn has come."""
+    lacks: OffloadKey | None = None
+    """The chunk that it needs next, if neither host memory nor a tier has it."""
+    read_early: frozenset[OffloadKey] = frozenset()
+    """Chunks that were read for it, and that it has not loaded."""
+
+    def __lt__(self, other: "QueuedRequest") -> bool:
+        return self.number < other.number
+
+
+def insert(requests: list[QueuedRequest], request: QueuedRequest) -> None:
+    """Put a request into a list in order, unless it is there."""
+    i = bisect_left(requests, request)
+    if i == len(requests) or requests[i] is not request:
+        requests.insert(i, request)
+
+
+def drop(requests: list[QueuedRequest], request: QueuedRequest) -> None:
+    """Take a request out of a list in order, if it is there."""
+    i = bisect_left(requests, request)
+    if i < len(requests) and requests[i] is request:
+        del requests[i]
+
+
+class Claims:
+    """Gives chunks in host memory to queued requests, and takes them back, the last one's first.
+
+    Args:
+        host: host memory.
+        share: of host memory, for claims.
+        figures: counts the chunks by what became of them.
+        look_again: called with a request that has lost claims.
+    """
+
+    def __init__(
+        self,
+        host: HostCache,
+        share: float,
+        figures: Registry,
+        look_again: Callable[[QueuedRequest], None],
+    ) -> None:
+        self._host = host
+        self._look_again = look_again
+        self.share_bytes = self._limit_bytes = int(share * host.capacity_bytes)
+        self.held_bytes = 0
+        self.tenants: dict[bytes, Tenant] = {}
+        self.too_large: Tenant | None = None
+        """The tenant that may have claims beyond its limit, as it was alone before."""
+        self._claimants: list[QueuedRequest] = []
+        """Requests with claims, the first of the queue first."""
+        self._more: dict[OffloadKey, int] = {}
+        """How many requests beyond the first have a claim on a chunk."""
+        self.give_way = True
+        """False while room is made for a request that waits."""
+        self._counts = figures.counter(QUEUE_CHUNKS, "kept", "given_up")
+        if share:
+            host.allow_claims(self._end_last)
+
+    # ---- whose they are ----
+
+    def joins(self, name: bytes) -> Tenant:
+        """Return the tenant of one more request."""
+        if (tenant := self.tenants.get(name)) is None:
+            if len(self.tenants) == 1:
+                (self.too_large,) = self.tenants.values()
+            tenant = self.tenants[name] = Tenant(name)
+        tenant.num_requests += 1
+        return tenant
+
+    def leaves(self, request: QueuedRequest) -> None:
+        """End the claims of a request; those of further ones may grow."""
+        self.end(request, request.num_kept)
+        self._limit_bytes = self.share_bytes
+        tenant = request.tenant
+        tenant.num_requests -= 1
+        if not tenant.num_requests:
+            del self.tenants[tenant.name]
+
+    @property
+    def are_full(self) -> bool:
+        """Whether no request can have a further claim."""
+        return self.held_bytes >= self._limit_bytes
+
+    def room_bytes(self, request: QueuedRequest) -> int:
+        """Return the bytes of the chunks that may be claimed for a request."""
+        of_tenant = self._tenant_limit() - request.tenant.held_bytes
+        return min(self._limit_bytes - self.held_bytes, of_tenant)
+
+    def _tenant_limit(self) -> int:
+        return self.share_bytes // 2 if len(self.tenants) > 1 else self.share_bytes
+
+    # ---- claims ----
+
+    def num_leading_here(self, keys: Sequence[OffloadKey]) -> int:
+        """Count the leading chunks that host memory has."""
+        host = self._host
+        here = _leading(host.evictable, keys)
+        while host.pinned and here < len(keys) and host.is_ready(keys[here]):
+            here += 1
+        return here
+
+    def extend(self, request: QueuedRequest, most: int) -> int:
+        """Claim further leading chunks that host memory has; return how many were looked at."""
+        host, left = self._host, most
+        while left and request.num_kept < request.num_keys:
+            first = request.num_kept
+            part = request.keys[first : min(first + left, request.num_keys)]
+            if taken := _leading(host.claims, part):
+                for key in part[:taken]:
+                    self._more[key] = self._more.get(key, 0) + 1
+                self._keeps(request, taken)
+            elif not (fits := host.fitting(part, self.room_bytes(request))):
+                break
+            elif taken := self._num_idle(part[:fits]):
+                self.begin(request, part[:taken])
+            elif host.is_ready(part[0]) or host.is_coming(part[0]):
+                taken = 1  # it is in flight
+                self.begin(request, part[:1])
+            else:
+                break
+            left -= taken
+        return most - left
+
+    def _num_idle(self, part: Sequence[OffloadKey]) -> int:
+        """Count the leading chunks that are idle in host memory and have no claim."""
+        claims = self._host.claims
+        idle = _leading(self._host.evictable, part)
+        if claims and not claims.keys().isdisjoint(part[:idle]):
+            idle = indexOf(map(claims.__contains__, part), True)
+        # A prompt cannot have a chunk twice.
+        return idle if len(set(part[:idle])) == idle else 1
+
+    def begin(self, request: QueuedRequest, keys: Sequence[OffloadKey]) -> None:
+        """Claim the next chunks of a request, which have no claim yet."""
+        self._host.claim(keys, request.tenant)
+        num_bytes = self._host.bytes_of_all(keys)
+        request.tenant.held_bytes += num_bytes
+        self.held_bytes += num_bytes
+        self._counts["kept"] += len(keys)
+        self._keeps(request, len(keys))
+
+    def _keeps(self, request: QueuedRequest, num_chunks: int) -> None:
+        request.num_kept += num_chunks
+        insert(self._claimants, request)
+
+    def end(
+        self, request: QueuedRequest, num_chunks: int, gone: Collection[OffloadKey] = ()
+    ) -> int:
+        """End the last claims of a request; return how many chunks have no claim any more."""
+        host, more = self._host, self._more
+        keys = request.keys[request.num_kept - num_chunks : request.num_kept][::-1]
+        request.num_kept -= num_chunks
+        if not request.num_kept:
+            drop(self._claimants, request)
+        if more and not more.keys().isdisjoint(keys):
+            last = []
+            for key in keys:
+                if others := more.pop(key, 0):
+                    if others > 1:
+                        more[key] = others - 1
+                else:
+                    last.append(key)
+            keys = last
+        claimants: list[Tenant] = host.end_claims(keys, gone)
+        if claimants.count(request.tenant) == len(keys):
+            num_bytes = host.bytes_of_all(keys)
+            request.tenant.held_bytes -= num_bytes
+            self.held_bytes -= num_bytes
+        else:
+            for key, tenant in zip(keys, claimants, strict=True):
+                tenant.held_bytes -= host.bytes_of(key)
+                self.held_bytes -= host.bytes_of(key)
+        return len(keys)
+
+    # ---- who loses them ----
+
+    def _end_last(self, count: int) -> bool:
+        """End the claims of so many chunks, of the last requests first; False if there is none."""
+        ended = 0
+        if not self.give_way:
+            return False
+        while ended < count and self._claimants:
+            request = self._claimants[-1]
+            ended += self.end(request, min(count - ended, request.num_kept))
+            self._look_again(request)
+        self._counts["given_up"] += ended
+        self._limit_bytes = self.held_bytes  # until a request leaves: now memory is short
+        return ended > 0
+
+    def shrink(self, left: int) -> int:
+        """End claims of the tenant that was alone before, down to its limit; return what is left.
+
+        Args:
+            left: how many chunks may be looked at.
+        """
+        if (tenant := self.too_large) is None:
+            return left
+        for request in [each for each in self._claimants[::-1] if each.tenant is tenant]:
+            while left and request.num_kept and tenant.held_bytes > self._tenant_limit():
+                self.end(request, 1)
+                self._look_again(request)
+                left -= 1
+        if left:
+            self.too_large = None
+        return left
+
+    def lost(self, keys: Collection[OffloadKey]) -> list[QueuedRequest]:
+        """Take in that chunks are gone, or will not come; return requests that claimed one."""
+        if not keys or not (gone := self._host.claims.keys() & set(keys)):
+            return []
+        losers = []
+        for request in self._claimants.copy():
+            if not gone.isdisjoint(islice(request.keys, request.num_kept)):
+                at = next(i for i, key in enumerate(request.keys) if key in gone)
+                self.end(request, request.num_kept - at, gone)
+                losers.append(request)
+        return losers
+
+    def forget(self, requests: Iterable[QueuedRequest]) -> None:
+        """Begin again with these requests: host memory has forgotten all claims."""
+        for request in requests:
+            request.num_kept = 0
+        for tenant in self.tenants.values():
+            tenant.held_bytes, tenant.full = 0, []
+        self._more.clear()
+        self._claimants.clear()
+        self.held_bytes, self._limit_bytes = 0, self.share_bytes
+        self.too_large = None
+
+    # ---- self-check ----
+
+    def check(self, requests: Collection[QueuedRequest]) -> None:
+        """Raise UsageError if the claims of these requests contradict host memory; for tests."""
+        host, uses = self._host, dict[OffloadKey, int]()
+        for key in chain.from_iterable(each.keys[: each.num_kept] for each in requests):
+            uses[key] = uses.get(key, 0) + 1
+        held = host.bytes_of_all(list(uses))
+        of_tenants = [tenant.held_bytes for tenant in self.tenants.values()]
+        for broken, what in (
+            (uses.keys() != host.claims.keys(), "queued requests claim what is kept"),
+            (
+                not all(host.is_ready(key) or host.is_coming(key) for key in uses),
+                "claimed chunks are in host memory, or on their way to it",
+            ),
+            (
+                {key: n - 1 for key, n in uses.items() if n > 1} != self._more,
+                "shared claims are counted",
+            ),
+            (held != self.held_bytes, "the bytes of claimed chunks are counted"),
+            (held > self.share_bytes, "claims keep to their share"),
+            (
+                self.too_large is None and max(of_tenants, default=0) > self._tenant_limit(),
+                "a tenant keeps to its limit",
+            ),
+            (
+                self._claimants != sorted(each for each in requests if each.num_kept),
+                "requests with claims are listed",
+            ),
+        ):
+            if broken:
+                raise UsageError(f"the queue is inconsistent: not true that {what}")
+
+
+def _leading(place: Collection[OffloadKey], keys: Sequence[OffloadKey]) -> int:
+    """Count the leading keys that are in a place."""
+    return indexOf(chain(map(place.__contains__, keys), (False,)), False)
