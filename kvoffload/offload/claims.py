@@ -101,11 +101,11 @@ class Claims:
         """Requests with claims, the first of the queue first."""
         self._more: dict[OffloadKey, int] = {}
         """How many requests beyond the first have a claim on a chunk."""
-        self.give_way = True
-        """False while room is made for a request that waits."""
+        self.served: QueuedRequest | None = None
+        """The request that waits for which room is made: those before it give way to none."""
         self._counts = figures.counter(QUEUE_CHUNKS, "kept", "given_up")
         if share:
-            host.allow_claims(self._end_last)
+            host.allow_claims(self._give_way)
 
     # ---- whose they are ----
 
@@ -127,15 +127,28 @@ class Claims:
         if not tenant.num_requests:
             del self.tenants[tenant.name]
 
-    @property
-    def are_full(self) -> bool:
-        """Whether no request can have a further claim."""
-        return self.held_bytes >= self._limit_bytes
+    def have_room(self, request: QueuedRequest) -> bool:
+        """Whether a request may have a further claim, if its tenant may; one before it may too."""
+        return self.held_bytes < self._limit_bytes or self._last(request, None) is not None
 
-    def room_bytes(self, request: QueuedRequest) -> int:
-        """Return the bytes of the chunks that may be claimed for a request."""
+    def tenant_has_room(self, request: QueuedRequest) -> bool:
+        """Whether the tenant of a request may have a further claim."""
+        tenant = request.tenant
+        return tenant.held_bytes < self._tenant_limit() or self._last(request, tenant) is not None
+
+    def fitting(self, request: QueuedRequest, keys: Sequence[OffloadKey]) -> int:
+        """Count the leading chunks that may be claimed for a request; later ones give way."""
+        of_all, of_tenant = self._room_bytes(request)
+        fits = self._host.fitting(keys, min(of_all, of_tenant))
+        if fits < len(keys):
+            tenant = request.tenant if of_tenant <= of_all else None
+            self._end_last(len(keys) - fits, request, tenant)
+            fits = self._host.fitting(keys, min(self._room_bytes(request)))
+        return fits
+
+    def _room_bytes(self, request: QueuedRequest) -> tuple[int, int]:
         of_tenant = self._tenant_limit() - request.tenant.held_bytes
-        return min(self._limit_bytes - self.held_bytes, of_tenant)
+        return self._limit_bytes - self.held_bytes, of_tenant
 
     def _tenant_limit(self) -> int:
         return self.share_bytes // 2 if len(self.tenants) > 1 else self.share_bytes
@@ -160,15 +173,13 @@ class Claims:
                 for key in part[:taken]:
                     self._more[key] = self._more.get(key, 0) + 1
                 self._keeps(request, taken)
-            elif not (fits := host.fitting(part, self.room_bytes(request))):
-                break
-            elif taken := self._num_idle(part[:fits]):
-                self.begin(request, part[:taken])
-            elif host.is_ready(part[0]) or host.is_coming(part[0]):
-                taken = 1  # it is in flight
-                self.begin(request, part[:1])
             else:
-                break
+                taken = self._num_idle(part)
+                if not taken and (host.is_ready(part[0]) or host.is_coming(part[0])):
+                    taken = 1  # it is in flight
+                if not (taken := self.fitting(request, part[:taken])):
+                    break
+                self.begin(request, part[:taken])
             left -= taken
         return most - left
 
@@ -225,18 +236,30 @@ class Claims:
 
     # ---- who loses them ----
 
-    def _end_last(self, count: int) -> bool:
-        """End the claims of so many chunks, of the last requests first; False if there is none."""
+    def _give_way(self, count: int) -> bool:
+        """End the claims of so many chunks; False if there is none."""
+        ended = self._end_last(count, self.served)
+        if self.served is None:
+            self._limit_bytes = self.held_bytes  # until a request leaves: now memory is short
+        return ended > 0
+
+    def _last(self, before: QueuedRequest | None, of: Tenant | None) -> QueuedRequest | None:
+        """Return the last request with claims that comes after one, and is of a tenant."""
+        for request in reversed(self._claimants):
+            if before is not None and not before < request:
+                break
+            if of is None or request.tenant is of:
+                return request
+        return None
+
+    def _end_last(self, count: int, before: QueuedRequest | None, of: Tenant | None = None) -> int:
+        """End the claims of so many chunks, of the last requests first; return how many."""
         ended = 0
-        if not self.give_way:
-            return False
-        while ended < count and self._claimants:
-            request = self._claimants[-1]
+        while ended < count and (request := self._last(before, of)) is not None:
             ended += self.end(request, min(count - ended, request.num_kept))
             self._look_again(request)
         self._counts["given_up"] += ended
-        self._limit_bytes = self.held_bytes  # until a request leaves: now memory is short
-        return ended > 0
+        return ended
 
     def shrink(self, left: int) -> int:
         """End claims of the tenant that was alone before, down to its limit; return what is left.

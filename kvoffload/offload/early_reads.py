@@ -2,8 +2,8 @@
 
 The first requests of the queue come first. A tier's early reads, late ones included, keep a bounded
 part of host memory. None begins while the tier loads for a request that runs. They evict nothing
-that is kept for the queue. A load or store that lacks the room that they keep waits until they have
-ended, and none begins meanwhile.
+that is kept for an earlier request. A load or store that lacks the room that they keep waits until
+they have ended, and none begins meanwhile.
 """
 
 from collections import Counter
@@ -120,12 +120,12 @@ class EarlyReads:
         if self._are_held_back():
             return False
         keys = self._on_tier(tier, part)
-        fits = self._host.fitting(keys, min(room, self._queue.claims.room_bytes(request)))
+        fits = self._host.fitting(keys, room)
         if not fits and not kept_bytes:
-            # A chunk larger than the budget is read when nothing else is.
-            fits = self._host.fitting(keys[:1], self._queue.claims.room_bytes(request))
+            fits = 1  # a chunk larger than the budget is read when nothing else is
+        fits = self._queue.claims.fitting(request, keys[:fits])
         self._host.own(keys[:fits], request.context.tenant)
-        slots = self._slots_for(keys[:fits])
+        slots = self._slots_for(request, keys[:fits])
         self._host.disown(keys[len(slots) : fits])
         if slots:
             self._begin(request, tier, keys[: len(slots)], slots)
@@ -140,12 +140,12 @@ class EarlyReads:
         new = [*takewhile(lambda key: key not in host.claims, new)]
         return new if len(set(new)) == len(new) else new[:1]
 
-    def _slots_for(self, keys: Sequence[OffloadKey]) -> list[int]:
-        self._queue.claims.give_way = False
+    def _slots_for(self, request: QueuedRequest, keys: Sequence[OffloadKey]) -> list[int]:
+        self._queue.claims.served = request
         try:
             return self._take_slots(keys)[0] if keys else []
         finally:
-            self._queue.claims.give_way = True
+            self._queue.claims.served = None
 
     def _begin(
         self, request: QueuedRequest, tier: Tier, keys: Sequence[OffloadKey], slots: list[int]

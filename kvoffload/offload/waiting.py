@@ -3,7 +3,7 @@
 The leading chunks of a queued request get a *claim* (:mod:`kvoffload.offload.claims`): they leave
 the eviction order. The first requests of the queue get their claims first. When no chunk without a
 claim is left to evict, the last request gives way, from its tail on. So claims never refuse a slot
-to a running request.
+to a running request. Where the share is full, it gives way to an earlier request as well.
 """
 
 from bisect import bisect_right
@@ -195,10 +195,10 @@ class WaitingQueue:
             return
         left = claims.shrink(PORTION)
         for request in self._next_looks():
-            if not left or claims.are_full:
+            if not left or not claims.have_room(request):
                 return
             self._looked_at = request
-            if claims.room_bytes(request) <= 0:
+            if not claims.tenant_has_room(request):
                 drop(self._unfinished, request)
                 request.tenant.full.append(request)
                 continue

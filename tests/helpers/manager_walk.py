@@ -235,12 +235,17 @@ class Walk(ManagerTruth):
         self.queued.append((prompt, context))
 
     def serve_queue(self):
-        """A step: of what waits, only what is unclaimed leaves for what waits as well."""
-        claims = dict(self.manager._host.claims)
+        """A step: nothing that a request keeps leaves for one that comes later."""
+        kept = {}
+        for request in sorted(self.manager.waiting.requests.values()):
+            for key in request.keys[: request.num_kept]:
+                kept.setdefault(key, request)
         resident = self.resident()
         self.manager.serve_queue()
         gone = resident - self.resident()
-        assert gone.isdisjoint(claims)
+        losers = [kept[key] for key in gone if key in kept]
+        reads = [job.request for job in self.manager._jobs.begun if isinstance(job, EarlyRead)]
+        assert not losers or min(reads) < min(losers)
         self.take_transfers()
 
     def admit(self, which):

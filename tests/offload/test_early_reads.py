@@ -178,6 +178,30 @@ def test_early_reads_evict_nothing_that_is_kept():
     assert manager.resident == 16
 
 
+@pytest.mark.parametrize(("tenants", "gives_way"), [("   ", 1), ("aba", 1), ("aab", 0)])
+def test_the_first_of_the_queue_is_read_though_later_requests_keep_the_whole_share(
+    tenants, gives_way
+):
+    """The last one of the queue gives way, or of its tenant, if that one has all it may."""
+    first, *later = (keys(name, 20) for name in ("first", "second", "third"))
+    manager = waiting_manager(Store(first), slots=40, waiting_share=1.0)
+    output = manager.prepare_store([*later[0], *later[1]], ReqContext("w"))
+    manager.complete(output.job, [True] * 40)
+    for name, tenant in zip(("second", "third"), tenants[1:], strict=True):
+        queue(manager, name, keys(name, 20), tenant=tenant.encode())
+    step(manager)
+    manager.request_queued(lambda: first, ReqContext("first", tenant=tenants[0].encode()), True)
+    read = []
+    for _ in range(20):
+        for job in step(manager):
+            read += job.keys
+            end(manager, job)
+    assert read == first
+    for i, chunks in enumerate((*later, first)):
+        assert sum(map(manager._host.claims.__contains__, chunks)) == (i != gives_way) * 20
+        assert i == gives_way or all(map(manager._host.is_ready, chunks))
+
+
 def test_a_tier_that_hangs_keeps_its_budget_and_no_more():
     a = keys("a", 40)
     store = Store(a)
