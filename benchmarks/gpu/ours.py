@@ -11,6 +11,7 @@ from typing import Any, Self
 import numpy as np
 
 from benchmarks.gpu import device, sizes
+from kvoffload.host_memory import available_host_bytes
 from kvoffload.messages import (
     CanonicalKVCacheRef,
     CanonicalKVCaches,
@@ -19,7 +20,7 @@ from kvoffload.messages import (
 )
 from kvoffload.transfer.factory import make_copier
 from kvoffload.transfer.layout import ChunkLayout
-from kvoffload.transfer.slab import Slab, available_host_bytes, create_shared_memory
+from kvoffload.transfer.slab import Slab, create_shared_memory
 
 WAYS = {"store": (True,), "load": (False,), "both ways": (True, False)}
 """Directions, as the ``to_host`` of transfers."""

@@ -19,6 +19,7 @@ import numpy.typing as npt
 
 from kvoffload.config import human_bytes
 from kvoffload.errors import ConfigError
+from kvoffload.host_memory import available_host_bytes
 
 log = logging.getLogger(__name__)
 
@@ -179,67 +180,3 @@ def check_host_memory(wanted: int, field: str = "cpu_bytes") -> None:
             human_bytes(wanted),
             f"only {human_bytes(available)} of host memory are available; ask for less",
         )
-
-
-def available_host_bytes() -> int | None:
-    """Bytes that this process may still allocate, by the machine and its memory cgroups."""
-    limits = [_meminfo_available(), _cgroup_headroom()]
-    known = [limit for limit in limits if limit is not None]
-    return min(known) if known else None
-
-
-def _meminfo_available() -> int | None:
-    try:
-        for line in Path("/proc/meminfo").read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    except (OSError, ValueError):
-        pass
-    return None
-
-
-def _cgroup_headroom() -> int | None:
-    """Return limit minus use of the tightest memory cgroup around this process."""
-    lefts = []
-    for limit_file, used_file in _cgroup_files():
-        try:
-            limit, used = limit_file.read_text().strip(), used_file.read_text().strip()
-        except OSError:
-            continue
-        if limit.isdigit() and int(limit) < 1 << 60:  # "max", or version 1's huge default
-            cached = _cached_files(used_file.with_name("memory.stat"))
-            lefts.append(max(0, int(limit) - int(used) + cached))
-    return min(lefts, default=None)
-
-
-def _cached_files(stat: Path) -> int:
-    """Bytes of a cgroup's use that are old file contents, which the kernel drops on demand."""
-    with contextlib.suppress(OSError):
-        for line in stat.read_text().splitlines():
-            name, _, value = line.partition(" ")
-            if name in ("inactive_file", "total_inactive_file"):
-                return int(value)
-    return 0
-
-
-def _cgroup_files() -> list[tuple[Path, Path]]:
-    try:
-        lines = Path("/proc/self/cgroup").read_text().splitlines()
-    except OSError:
-        return []
-    files = []
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
-        if controllers == "":
-            base, names = Path("/sys/fs/cgroup"), ("memory.max", "memory.current")
-        elif "memory" in controllers.split(","):
-            base = Path("/sys/fs/cgroup/memory")
-            names = ("memory.limit_in_bytes", "memory.usage_in_bytes")
-        else:
-            continue
-        folder = base / path.lstrip("/")
-        # The limits of all parents count too.
-        for level in (folder, *folder.parents):
-            if level.is_relative_to(base):
-                files.append((level / names[0], level / names[1]))
-    return files

@@ -176,7 +176,7 @@ def test_a_child_process_does_not_share_pages_that_a_gpu_writes():
 
 
 def test_more_memory_than_the_container_has_left_is_refused_by_name(monkeypatch):
-    monkeypatch.setattr(slab_module, "_cgroup_headroom", lambda: 10 * SLOT)
+    monkeypatch.setattr(slab_module, "available_host_bytes", lambda: 10 * SLOT)
     Slab(10, SLOT)
     with pytest.raises(ConfigError, match=r"cpu_bytes.*only 80\.0 KiB of host memory"):
         Slab(11, SLOT)
@@ -195,43 +195,6 @@ def test_memory_the_system_refuses_is_refused_by_name():
     )
     said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert said.stdout == "cpu_bytes\n", said.stderr
-
-
-def test_files_in_a_containers_cache_do_not_count_as_memory_in_use(tmp_path, monkeypatch):
-    (tmp_path / "memory.max").write_text("1000000\n")
-    (tmp_path / "memory.current").write_text("900000\n")
-    files = [(tmp_path / "memory.max", tmp_path / "memory.current")]
-    monkeypatch.setattr(slab_module, "_cgroup_files", lambda: files)
-    assert slab_module.available_host_bytes() == 100_000
-    (tmp_path / "memory.stat").write_text("anon 100000\nactive_file 1000\ninactive_file 700000\n")
-    assert slab_module.available_host_bytes() == 800_000
-
-
-@pytest.mark.parametrize(
-    ("group", "limit", "folder", "names"),
-    [
-        ("0::/pod/ours", "pod", "sys/fs/cgroup", ("memory.max", "memory.current")),
-        ("0::/pod/ours", "pod/ours", "sys/fs/cgroup", ("memory.max", "memory.current")),
-        ("0::/", "", "sys/fs/cgroup", ("memory.max", "memory.current")),
-        (
-            "4:cpu,memory:/pod/ours",
-            "pod",
-            "sys/fs/cgroup/memory",
-            ("memory.limit_in_bytes", "memory.usage_in_bytes"),
-        ),
-    ],
-)
-def test_a_limit_of_the_own_cgroup_or_of_any_above_counts(
-    tmp_path, monkeypatch, group, limit, folder, names
-):
-    monkeypatch.setattr(slab_module, "Path", lambda path: tmp_path / path.lstrip("/"))
-    (tmp_path / "proc/self").mkdir(parents=True)
-    (tmp_path / "proc/self/cgroup").write_text(f"7:cpuset:/elsewhere\n{group}\n")
-    at = tmp_path / folder / limit
-    at.mkdir(parents=True)
-    (at / names[0]).write_text("1000000\n")
-    (at / names[1]).write_text("900000\n")
-    assert slab_module.available_host_bytes() == 100_000
 
 
 CHILD = """
