@@ -39,7 +39,7 @@ from kvoffload.testing.backends import keys_of
 
 TOTAL_BYTES = 128 << 20
 ROUNDS = 7
-READERS = {"direct": 8, "cached": 8, "buffered": min(4, os.cpu_count() or 1)}
+READERS = {"direct": 8, "auto": 8, "buffered": min(4, os.cpu_count() or 1)}
 """The defaults of the backend."""
 DEPTHS = (1, 2, 4, 8, 16)
 """Threads of the raw loops among which the fastest is looked for, with direct I/O."""
@@ -58,7 +58,7 @@ def run(folder: str | None = None, total_bytes: int = TOTAL_BYTES) -> dict[str, 
     try:
         rows: list[Row] = []
         for size, label in ((2 << 20, "2 MiB"), (256 << 10, "256 KiB")):
-            for io in ("direct", "cached", "buffered"):
+            for io in ("direct", "auto", "buffered"):
                 rows += _Transfers(scratch, io, size, label, total_bytes).measured()
         rows += [*_verification(scratch), *_lookup(scratch), *_restart(scratch), *_latency(scratch)]
         return report("disk", rows)

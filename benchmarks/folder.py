@@ -72,7 +72,7 @@ async def _transfers(scratch: str, count: int) -> list[Row]:
         slot[:] = os.urandom(1 << 20) * (SIZE >> 20)
     keys = keys_of(count)
     backends: dict[str, Backend] = {"folder": _folder(f"{scratch}/folder")}
-    for io in ("auto", "buffered"):
+    for io in ("direct", "buffered"):
         backends[f"disk, io = {io}"] = _disk(f"{scratch}/disk-{io}", io)
     plain = _Plain(f"{scratch}/plain", slots)
     fio = shutil.which("fio")

@@ -8,12 +8,13 @@ import pytest
 import torch
 from until import until  # noqa: F401
 
-from kvoffload import registry
+from kvoffload import host_memory, registry
 from kvoffload.messages import (
     CanonicalKVCacheRef,
     CanonicalKVCaches,
     CanonicalKVCacheTensor,
 )
+from tests.support.kernel_files import KernelFiles
 from tests.support.planned_store import installed
 from tests.support.preloaded import Preloaded
 
@@ -54,6 +55,14 @@ def make_kv_caches(num_blocks=64, page_bytes=(256, 256, 64), padding=0, seed=0):
         tensors.append(CanonicalKVCacheTensor(raw[:, :page], page))
     refs = tuple(CanonicalKVCacheRef(i, page) for i, page in enumerate(page_bytes))
     return CanonicalKVCaches(tuple(tensors), (refs,))
+
+
+@pytest.fixture
+def kernel_files(tmp_path_factory, monkeypatch):
+    """What the kernel tells of memory, as the test wants it."""
+    root = tmp_path_factory.mktemp("kernel")
+    monkeypatch.setattr(host_memory, "ROOT", root)
+    return KernelFiles(root)
 
 
 @pytest.fixture

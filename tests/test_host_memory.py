@@ -1,9 +1,12 @@
 """Memory is told by files of the kernel, which these tests write as Linux 6.1 and 6.18 do."""
 
+from pathlib import Path
+
 import pytest
 
 from kvoffload import host_memory
 from kvoffload.host_memory import Memory, available_host_bytes, memories, pressure
+from tests.support.kernel_files import waiting
 
 MEMINFO = """\
 MemTotal:       16000000 kB
@@ -11,25 +14,15 @@ MemFree:         1000000 kB
 MemAvailable:   12000000 kB
 HugePages_Total:       0
 """
-PRESSURE = """\
-some avg10={} avg60=0.10 avg300=0.00 total=13505634
-full avg10=99.00 avg60=0.00 avg300=0.00 total=3283883
-"""
 MACHINE = Memory("the machine", 16_000_000 * 1024, 12_000_000 * 1024)
 V1 = "12:blkio:/\n4:cpu,memory:/pod/ours\n0::/\n"
 V2 = "0::/pod/ours\n"
 
 
 @pytest.fixture
-def kernel(tmp_path, monkeypatch):
-    """Write a file of the kernel, by its path."""
-    monkeypatch.setattr(host_memory, "ROOT", tmp_path)
-
-    def write(path, text):
-        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / path).write_text(f"{text}".rstrip() + "\n")
-
-    return write
+def kernel(kernel_files):
+    kernel_files.remove("proc/meminfo")
+    return kernel_files.write
 
 
 def test_a_kernel_that_tells_nothing_of_memory(kernel):
@@ -43,9 +36,10 @@ def test_a_kernel_that_tells_nothing_of_memory(kernel):
 
 
 def test_this_kernel_tells_of_the_memory_of_this_machine():
+    assert Path("/") == host_memory.ROOT
     memory = memories()[0]
     assert 0 < memory.available_bytes <= memory.total_bytes
-    assert 0 < available_host_bytes() <= memory.available_bytes
+    assert 0 < available_host_bytes() <= memory.total_bytes
 
 
 @pytest.mark.parametrize("limited", ["pod/ours", "pod", ""])
@@ -99,8 +93,8 @@ def test_a_limit_above_which_the_kernel_throttles_counts(kernel):
 
 def test_the_place_where_programs_wait_most_for_memory(kernel):
     kernel("proc/self/cgroup", V2)
-    kernel("proc/pressure/memory", PRESSURE.format("1.25"))
+    kernel("proc/pressure/memory", waiting(1.25))
     assert pressure() == ("the machine", 1.25)
-    kernel("sys/fs/cgroup/pod/memory.pressure", PRESSURE.format("12.50"))
-    kernel("sys/fs/cgroup/pod/ours/memory.pressure", PRESSURE.format("0.00"))
+    kernel("sys/fs/cgroup/pod/memory.pressure", waiting(12.5))
+    kernel("sys/fs/cgroup/pod/ours/memory.pressure", waiting(0))
     assert pressure() == ("the cgroup /pod", 12.5)

@@ -182,10 +182,10 @@ def make_stores(pool: Pool, folder: Path, limit: int | None, wanted: list[str]) 
     made: dict[str, Callable[[], Any]] = {
         "file": lambda: File(pool, folder / "file", limit),
         "kvoffload": lambda: Ours(pool, folder / "process", "process", **bound),
-        "cached": lambda: Ours(pool, folder / "cached", "process", io="cached", **bound),
+        "direct": lambda: Ours(pool, folder / "direct", "process", io="direct", **bound),
         "buffered": lambda: Ours(pool, folder / "buffered", "process", io="buffered", **bound),
         "segments": lambda: Ours(
-            pool, folder / "segments", "process", io="cached", small_chunks="segments", **bound
+            pool, folder / "segments", "process", small_chunks="segments", **bound
         ),
         "thread": lambda: Ours(pool, folder / "thread", "thread", **bound),
     }
@@ -236,7 +236,7 @@ def main() -> None:
     parser.add_argument("--page-bytes", type=int, nargs="+", default=[64 << 10, 512 << 10, 4 << 20])
     parser.add_argument("--mib", type=int, default=256, help="of the pages of a turn")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--stores", nargs="+", default=["file", "kvoffload", "cached"])
+    parser.add_argument("--stores", nargs="+", default=["file", "kvoffload", "direct"])
     parser.add_argument("--fill", nargs="+", choices=["empty", "full"], default=["empty", "full"])
     parser.add_argument("--folder", help="where all stores are made; default: the temporary folder")
     options = parser.parse_args()

@@ -135,7 +135,7 @@ def other_keys(backend):
     return counts.get("other_key", 0)
 
 
-@pytest.mark.parametrize("io", ["buffered", "cached"])
+@pytest.mark.parametrize("io", ["buffered", "auto", "direct"])
 async def test_each_way_to_the_disk_is_encrypted(tmp_path, key_file, io):
     await check_that_nothing_is_readable(StoredFiles("disk", tmp_path / "kv"), key_file(), io=io)
 

@@ -41,7 +41,7 @@ def root(tmp_path):
     return copied
 
 
-@pytest.mark.parametrize("io", ["auto", "buffered", "cached"])
+@pytest.mark.parametrize("io", ["auto", "direct", "buffered"])
 @pytest.mark.parametrize("has_snapshot", [True, False])
 async def test_a_folder_is_served(root, io, has_snapshot):
     if not has_snapshot:

@@ -202,7 +202,7 @@ async def _life(
         root=root,
         capacity=ByteSize(capacity or 1 << 30),
         min_free=ByteSize(0),
-        io=rng.choice(("auto", "buffered", "cached")),
+        io=rng.choice(("auto", "direct", "buffered")),
         durability="fsync" if rng.random() < 0.1 or point.startswith("fsync") else "none",
         read_threads=rng.choice((1, 2, 4)),
         write_threads=rng.choice((1, 2, 3)),

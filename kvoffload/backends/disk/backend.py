@@ -1,12 +1,12 @@
 """The disk backend: bounded, verified on every load, restored after a restart.
 
 This module is the asynchronous face. ``store`` keeps the chunks, in one of two ``chunk_forms``.
-``files`` has one each: ``paths`` and ``shards`` name them, ``chunk_file`` reads and writes one, and
-``page_cache`` asks the kernel what it has of one. ``slots`` has many small chunks in a ``segment``;
-``chunk_slot`` reads and writes one. ``index`` knows which exist, ``space`` makes room, and a
-``reservation`` has that of a job. ``root`` opens the folder, whose processes share ``quota``,
-``locks`` and ``limits``. ``housekeeper`` works in the background; its ``scanner`` compares the
-index with the folders.
+``files`` has one each: ``paths`` and ``shards`` name them, and ``chunk_file`` reads and writes one.
+``slots`` has many small chunks in a ``segment``; ``chunk_slot`` reads and writes one. Of both,
+``page_cache`` asks the kernel what it has, and ``cache_room`` judges whether stores may fill it.
+``index`` knows which exist, ``space`` makes room, and a ``reservation`` has that of a job. ``root``
+opens the folder, whose processes share ``quota``, ``locks`` and ``limits``. ``housekeeper`` works
+in the background; its ``scanner`` compares the index with the folders.
 """
 
 import asyncio
@@ -69,6 +69,7 @@ class DiskBackend(ThreadPoolBackend):
             undo.callback(self._store.close)
             self._place = os.path.realpath(self._store.path)  # here, where it may block
             self.io_mode, self.io_reason = self._store.io_mode, self._store.io_reason
+            self.room = self._store.room
             self._housekeeper = Housekeeper(self._store)
             undo.callback(self._housekeeper.wait)
             undo.callback(self._housekeeper.stop)
@@ -133,7 +134,7 @@ class DiskBackend(ThreadPoolBackend):
 
     def is_quick(self, memory: Sequence[memoryview]) -> bool:
         longest = max((each.nbytes for each in memory), default=0)
-        return self.io_mode == "cached" and longest <= _QUICK_BYTES
+        return self.room is not None and longest <= _QUICK_BYTES
 
     async def contains(self, keys: Sequence[bytes]) -> list[bool]:
         """Answer from the index, and from the folder for keys it does not know."""
@@ -186,7 +187,7 @@ class DiskBackend(ThreadPoolBackend):
 
         answers: list[Written]
         try:
-            is_quick = self.is_quick(chunks)
+            is_quick = self.is_quick(chunks) and self.room is not None and self.room.is_free
             answers = await self.run_each("write", len(keys), store, False, is_quick=is_quick)
         finally:
             index.disown(names)

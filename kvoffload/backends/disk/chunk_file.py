@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable
 from typing import NamedTuple
 
+from kvoffload.backends.disk.cache_room import CacheRoom
 from kvoffload.backends.disk.vfs import Buffers, Vfs
 from kvoffload.backends.header import (
     ALIGNED_BYTES,
@@ -78,16 +79,16 @@ def strangeness(facts: os.stat_result) -> str | None:
 class ChunkFiles:
     """Reads and writes chunk files; thread-safe.
 
-    ``direct`` bypasses the page cache. ``cached`` writes through it, loads from it what it has, and
-    loads the rest directly.
+    ``direct`` bypasses the page cache. With ``room``, too, loads take from it what it has, and
+    stores go through it while there is room.
     """
 
     def __init__(
-        self, vfs: Vfs, *, direct: bool = False, cached: bool = False, durable: bool
+        self, vfs: Vfs, *, direct: bool = False, room: CacheRoom | None = None, durable: bool
     ) -> None:
         self.vfs = vfs
         self.direct = direct
-        self.cached = cached
+        self.room = room
         self.durable = durable
         self.seal: Seal = ChecksumSeal()
         self.expect_wait: Callable[[], None] = lambda: None
@@ -102,13 +103,13 @@ class ChunkFiles:
         """
         vfs = self.vfs
         try:
-            fd = vfs.open(path, self._flags(os.O_RDONLY, target))
+            fd = vfs.open(path, os.O_RDONLY | self._bypass(target, self.room is not None))
         except OSError as error:
             return _failed(error, lambda: vfs.lstat(path))
         try:
             header, beyond = self.pages()
             wanted = PAGE + target.nbytes
-            moved = self._read_cached(fd, [header, target, beyond], wanted) if self.cached else 0
+            moved = self._read_cached(fd, [header, target, beyond], wanted) if self.room else 0
             if moved < wanted:
                 moved = vfs.preadv(fd, [header, target, beyond], 0)
             if 0 < moved < wanted:
@@ -145,8 +146,9 @@ class ChunkFiles:
         ``overwrite``: the file exists and has the length of the new one, see :func:`can_become`.
         """
         flags = os.O_WRONLY if overwrite else os.O_WRONLY | os.O_CREAT | os.O_EXCL
+        by_cache = self.fills_cache()
         try:
-            fd = self.vfs.open(path, self._flags(flags, chunk))
+            fd = self.vfs.open(path, flags | self._bypass(chunk, by_cache))
         except OSError as error:
             return Outcome(reason_of(error))
         try:
@@ -163,7 +165,7 @@ class ChunkFiles:
                 self.seal.done(stored)
             if written != PAGE + chunk.nbytes:
                 return Outcome("io_short")
-            if self.cached:
+            if by_cache:
                 # Else the kernel gathers them, and writes them all at once in the way of loads.
                 with contextlib.suppress(OSError):
                     self.vfs.start_writeback(fd)
@@ -192,8 +194,13 @@ class ChunkFiles:
                 self.vfs.bypass_cache(fd)
         return 0
 
-    def _flags(self, flags: int, memory: memoryview) -> int:
-        return flags | os.O_DIRECT if self.direct and is_aligned(memory) else flags
+    def fills_cache(self) -> bool:
+        """Return whether a store goes through the page cache, though it need not."""
+        return self.room is not None and self.room.look()
+
+    def _bypass(self, memory: memoryview, by_cache: bool) -> int:
+        """Return the flag with which a file is opened for I/O of this memory."""
+        return os.O_DIRECT if self.direct and not by_cache and is_aligned(memory) else 0
 
     def pages(self) -> tuple[memoryview, memoryview]:
         """Return two pages of this thread: for a header, and for bytes past a chunk's end."""
@@ -286,7 +293,7 @@ def probe_direct(vfs: Vfs, path: str) -> str | None:
 
 
 def choose_io(vfs: Vfs, root: str, scratch: str, wanted: str) -> tuple[str, str | None]:
-    """Return ``direct``, ``cached`` or ``buffered``, and why there is no direct I/O.
+    """Return ``auto``, ``direct`` or ``buffered``, and why there is no direct I/O.
 
     Raises:
         ConfigError: direct I/O was demanded and does not work.
@@ -295,7 +302,7 @@ def choose_io(vfs: Vfs, root: str, scratch: str, wanted: str) -> tuple[str, str 
         return "buffered", None
     reason = probe_direct(vfs, scratch)
     if reason is None:
-        return "cached" if wanted == "cached" else "direct", None
+        return wanted, None
     if wanted == "direct":
         raise ConfigError("io", "direct", f"does not work at this root ({reason}); use 'auto'")
     log.warning("disk %s: direct I/O does not work (%s), using the page cache", root, reason)

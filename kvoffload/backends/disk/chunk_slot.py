@@ -58,9 +58,9 @@ class ChunkSlots:
         header, _ = files.pages()
         buffers = [header, target]
         try:
-            moved = self._read_cached(segment, buffers, offset) if files.cached else 0
+            moved = self._read_cached(segment, buffers, offset) if files.room else 0
             if moved < wanted:
-                direct = (files.direct or files.cached) and is_aligned(target)
+                direct = files.direct and is_aligned(target)
                 moved = vfs.preadv(segment.fd(direct=direct), buffers, offset)
             if 0 < moved < wanted:
                 buffered = segment.fd(direct=False)
@@ -90,14 +90,15 @@ class ChunkSlots:
         wanted = PAGE + chunk.nbytes
         header[:], stored = files.seal.pack(key, namespace, chunk, header_bytes=PAGE, tenant=tenant)
         try:
-            buffers, direct = [header, stored], files.direct and is_aligned(stored)
+            buffers, by_cache = [header, stored], files.fills_cache()
+            direct = files.direct and not by_cache and is_aligned(stored)
             moved = vfs.pwritev(segment.fd(direct=direct), buffers, offset)
             if 0 < moved < wanted:
                 buffered = segment.fd(direct=False)
                 moved = continued(vfs.pwritev, buffered, buffers, moved, offset)
             if moved != wanted:
                 return "io_short"
-            if files.cached:
+            if by_cache:
                 self._start_writeback(segment, wanted)
         except OSError as error:
             return reason_of(error)

@@ -43,10 +43,6 @@ _ENGINE_SETTINGS = (
     "encryption",
 )  # fmt: skip
 """Settings of an engine that the measured store uses as well."""
-_WHY_DIRECT = (
-    "direct, chosen by auto: it works here and leaves the page cache to other programs; "
-    "io = cached loads faster what the cache still has"
-)
 _SHARED = ("nfs", "nfs4", "cifs", "smb3", "ceph", "lustre", "gpfs", "fuse")
 _IN_MEMORY = ("tmpfs", "ramfs")
 
@@ -230,6 +226,7 @@ async def _measured(root: str, given: Mapping[str, Any]) -> list[Finding]:
             await backend.close()
         shutil.rmtree(scratch, ignore_errors=True)
     mode, reason = getattr(backend, "io_mode", "unknown"), getattr(backend, "io_reason", None)
+    room = getattr(backend, "room", None)
     (refused, stored_per_s), (missed, loaded_per_s) = measured
     rates = f"stores {human_bytes(stored_per_s)}/s, loads {human_bytes(loaded_per_s)}/s"
     return [
@@ -237,7 +234,7 @@ async def _measured(root: str, given: Mapping[str, Any]) -> list[Finding]:
             "io",
             (reason, "warning", f"{mode}: direct I/O does not work here ({reason})",
              "nothing, if the page cache may be used; otherwise another file system"),
-            (given.get("io", "auto") == "auto", "ok", _WHY_DIRECT, ""),
+            (room, "ok", f"{mode}: loads take what the page cache has; {room}", ""),
             (True, "ok", mode, ""),
         ),
         first_of(

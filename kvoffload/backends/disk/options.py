@@ -8,7 +8,7 @@ from kvoffload.backends.disk.limits import Limits
 from kvoffload.config import ByteSize, check_share
 from kvoffload.errors import ConfigError
 
-IO_MODES = ("auto", "direct", "cached", "buffered")
+IO_MODES = ("auto", "direct", "buffered")
 DURABILITY = ("none", "fsync")
 SMALL_CHUNKS = ("segments", "files")
 MAX_THREADS = 256
@@ -25,8 +25,8 @@ class DiskOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     min_free: ByteSize = ByteSize(1 << 30)
     """Bytes of the file system to keep free."""
     io: str = "auto"
-    """``direct`` bypasses the page cache, ``buffered`` uses it. ``cached`` writes through it and
-    loads directly what it lacks. ``auto``: direct if possible."""
+    """``auto``: loads take what the page cache has, and read the rest directly; stores go through
+    it while memory is free. ``direct`` bypasses the page cache, ``buffered`` uses it."""
     durability: str = "none"
     """``fsync``: a stored chunk survives a power loss. ``none``: it may be missing."""
     policy: str = "handicap"

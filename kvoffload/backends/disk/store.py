@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from kvoffload.backends.base import ReadResult, Removal, WriteResult, Written
 from kvoffload.backends.counted import Counts
+from kvoffload.backends.disk.cache_room import CacheRoom
 from kvoffload.backends.disk.chunk_file import ChunkFiles, bytes_on_disk, choose_io, reason_of
 from kvoffload.backends.disk.chunk_forms import Draft, Form, Seen
 from kvoffload.backends.disk.expiry import UseTimes
@@ -75,8 +76,9 @@ class DiskStore(Counts):
         except BaseException:
             self.root.close()
             raise
-        direct, cached = self.io_mode == "direct", self.io_mode == "cached"
-        chunks = ChunkFiles(vfs, direct=direct, cached=cached, durable=self._durable)
+        self.room = CacheRoom(self.path) if self.io_mode == "auto" else None
+        direct = self.io_mode != "buffered"
+        chunks = ChunkFiles(vfs, direct=direct, room=self.room, durable=self._durable)
         self.files = Files(vfs, chunks, self._digest, self.path_of, self._temporary)
         self.slots = Slots(vfs, chunks, self._digest, self)
         self._has_slots = options.small_chunks == "segments" and can_free(vfs, self.path, scratch)

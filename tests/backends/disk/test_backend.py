@@ -32,16 +32,16 @@ class DiskSuite(PersistentBackendSuite):
         assert backend.wait_ready(60)
 
 
-class TestDirect(DiskSuite):
+class TestAuto(DiskSuite):
     settings: ClassVar = {"io": "auto"}
+
+
+class TestDirect(DiskSuite):
+    settings: ClassVar = {"io": "direct"}
 
 
 class TestBuffered(DiskSuite):
     settings: ClassVar = {"io": "buffered"}
-
-
-class TestCached(DiskSuite):
-    settings: ClassVar = {"io": "cached"}
 
 
 class TestEncrypted(DiskSuite):
@@ -66,7 +66,7 @@ class TestSegments(SegmentSuite):
 class TestEncryptedSegments(SegmentSuite):
     @pytest.fixture(autouse=True)
     def _key(self, encryption):
-        self.settings = {"small_chunks": "segments", "io": "cached", "encryption": encryption}
+        self.settings = {"small_chunks": "segments", "io": "auto", "encryption": encryption}
 
 
 async def test_keys_that_cannot_have_been_stored_are_absent_and_harm_nothing(tmp_path):

@@ -1,20 +1,24 @@
-"""``io: "cached"``: loads from the page cache without waiting, or directly; never other bytes."""
+"""``io: "auto"``: loads from the page cache without waiting, or directly; never other bytes."""
 
 import ctypes
 import errno
+import json
 import os
+import subprocess
+import sys
 import threading
 import time
 from collections import Counter
 
 import pytest
-from disk_parts import SIZE, open_disk, write
+from disk_parts import ON_DISK, SIZE, open_disk, write
 
 from kvoffload.backends import blocking_pool
 from kvoffload.backends.base import ReadResult
-from kvoffload.backends.disk import page_cache
+from kvoffload.backends.disk import cache_room, page_cache
 from kvoffload.testing import payload_of
 from kvoffload.testing.backends import filled, keys_of, slots
+from tests.support.kernel_files import GIB
 from tests.support.vfs import EVERY_ERROR, FailingVfs, HookedVfs, kind_of
 
 CALLS = "is_cached", "read_cached", "bypass_cache", "preadv", "start_writeback"
@@ -31,12 +35,17 @@ class CountingVfs(HookedVfs):
         return perform()
 
 
-@pytest.fixture
-def cached(tmp_path):
-    vfs = CountingVfs()
-    backend = open_disk(tmp_path, vfs=vfs, io="cached")
-    if backend.io_mode != "cached":
+def opened(root, vfs):
+    backend = open_disk(root, vfs=vfs)
+    if backend.io_mode != "auto":
         pytest.skip("no direct I/O here")
+    return backend
+
+
+@pytest.fixture
+def cached(tmp_path, kernel_files):
+    vfs = CountingVfs()
+    backend = opened(tmp_path, vfs)
     vfs.calls.clear()
     return backend, vfs.calls
 
@@ -94,9 +103,9 @@ async def test_memory_that_direct_io_cannot_use_is_filled_by_way_of_the_page_cac
 
 @pytest.mark.parametrize("call", ["is_cached", "read_cached", "bypass_cache", "start_writeback"])
 @pytest.mark.parametrize("error", [*EVERY_ERROR, errno.EAGAIN])
-async def test_a_page_cache_that_fails_costs_no_chunk(tmp_path, call, error):
+async def test_a_page_cache_that_fails_costs_no_chunk(tmp_path, kernel_files, call, error):
     vfs = FailingVfs(0, error, sticky=True, when=lambda name, path: name == call)
-    backend = open_disk(tmp_path, vfs=vfs, io="cached")
+    backend = opened(tmp_path, vfs)
     vfs.nth = 1
     keys = keys_of(4)
     assert await write(backend, keys) == [True] * 4
@@ -158,12 +167,12 @@ class ThreadsVfs(CountingVfs):
         return super().around(call, path, perform)
 
 
-async def test_one_thread_loads_what_is_cached_and_all_of_them_what_is_not(tmp_path, monkeypatch):
+async def test_one_thread_loads_what_is_cached_and_all_of_them_what_is_not(
+    tmp_path, kernel_files, monkeypatch
+):
     monkeypatch.setattr(blocking_pool, "QUICK_S", 60)
     vfs = ThreadsVfs()
-    backend = open_disk(tmp_path, vfs=vfs, io="cached")
-    if backend.io_mode != "cached":
-        pytest.skip("no direct I/O here")
+    backend = opened(tmp_path, vfs)
     keys = keys_of(16)
     assert await write(backend, keys) == [True] * 16
     assert await read(backend, keys) == [True] * 16
@@ -173,3 +182,91 @@ async def test_one_thread_loads_what_is_cached_and_all_of_them_what_is_not(tmp_p
     assert await read(backend, keys) == [True] * 16
     assert len(set(vfs.threads["preadv"])) > 4
     await backend.close()
+
+
+async def test_stores_of_a_running_tier_follow_the_memory(tmp_path, kernel_files, monkeypatch):
+    monkeypatch.setattr(cache_room, "PERIOD_S", 0.0)
+    monkeypatch.setattr(cache_room, "CALM_S", 0.0)
+    vfs = CountingVfs()
+    backend, calls = opened(tmp_path, vfs), vfs.calls
+    before, under, after = (keys_of(4, name) for name in ("before", "under", "after"))
+    assert await write(backend, before) == [True] * 4
+    assert calls.pop("start_writeback") == 4
+    kernel_files.available(GIB)
+    assert not backend.room.look()  # or only the first of several threads would
+    assert await write(backend, under) == [True] * 4
+    assert "start_writeback" not in calls
+    calls.clear()
+    assert await read(backend, before) == [True] * 4  # loads ask the page cache all the time
+    assert await read(backend, under) == [True] * 4
+    assert calls == {"is_cached": 8, "read_cached": 4, "bypass_cache": 4, "preadv": 4}
+    kernel_files.available(10 * GIB)
+    assert backend.room.look()
+    assert await write(backend, after) == [True] * 4
+    assert calls["start_writeback"] == 4
+    await backend.close()
+
+
+MIXED = """
+import asyncio, json, random, sys
+from pathlib import Path
+from kvoffload import host_memory
+from kvoffload.backends.disk import cache_room
+from kvoffload.backends.disk.backend import DiskBackend, DiskOptions
+from kvoffload.config import ByteSize
+from kvoffload.testing.backends import filled, keys_of, payload_of, slots
+from tests.support.kernel_files import GIB, KernelFiles
+
+async def main(root, kernel, form, seed, capacity, size, seconds):
+    rng = random.Random(seed)
+    host_memory.ROOT = Path(kernel)
+    files = KernelFiles(Path(kernel))
+    cache_room.PERIOD_S = cache_room.CALM_S = 0.0
+    backend = DiskBackend(
+        DiskOptions(
+            root=root, capacity=ByteSize(capacity), min_free=ByteSize(0), small_chunks=form
+        ),
+        "one",
+    )
+    keys, ways = keys_of(120), [0, 0]
+    wrong = reads = 0
+    print("up", flush=True)
+    loop = asyncio.get_running_loop()
+    end = loop.time() + seconds
+    while loop.time() < end:
+        some = rng.sample(keys, 8)
+        if rng.random() < 0.6:
+            files.available(rng.choice((GIB, 10 * GIB)))
+            stored = sum(await backend.write(some, filled(some, size)))
+            ways[backend.room.is_free] += stored
+        else:
+            into = slots(8, size)
+            for key, slot, good in zip(some, into, await backend.read(some, into)):
+                reads += good
+                wrong += good and bytes(slot) != payload_of(key, size)
+    print(json.dumps([wrong, reads, ways, backend.counters()]), flush=True)
+    await backend.close()
+
+*words, capacity, size, seconds = sys.argv[1:]
+asyncio.run(main(*words[:3], int(words[3]), int(capacity), int(size), float(seconds)))
+"""
+
+
+@pytest.mark.parametrize("form", ["files", "segments"])
+@pytest.mark.parametrize("seconds", [3, pytest.param(120, marks=pytest.mark.chaos)])
+def test_a_direct_store_over_cached_pages_is_what_every_process_loads(tmp_path, form, seconds):
+    """Two processes on one full root overwrite files of chunks, by both ways in turns."""
+    processes = []
+    for seed in range(2):
+        places = [str(tmp_path / "kv"), str(tmp_path / f"kernel{seed}")]
+        words = [*places, form, str(seed), str(60 * ON_DISK), str(SIZE), str(seconds)]
+        command = [sys.executable, "-c", MIXED, *words]
+        processes.append(subprocess.Popen(command, stdout=subprocess.PIPE, text=True))
+        assert processes[-1].stdout.readline() == "up\n"
+    for process in processes:
+        out, _ = process.communicate(timeout=seconds + 60)
+        wrong, reads, ways, counts = json.loads(out.splitlines()[-1])
+        assert (process.returncode, wrong) == (0, 0)
+        assert reads > 100
+        assert min(ways) > 20, "both ways were to be taken"
+        assert not [name for name in counts if "corrupt" in name], counts

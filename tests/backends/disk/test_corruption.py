@@ -76,7 +76,7 @@ async def test_a_damaged_file_is_a_miss_and_is_set_aside(store, kind):
     assert await backend.read([bad], slots(1, SIZE)) == [True]
 
 
-@pytest.mark.parametrize("io", ["auto", "buffered", "cached"])
+@pytest.mark.parametrize("io", ["auto", "direct", "buffered"])
 async def test_what_is_no_file_is_a_miss_once_and_gives_way_to_a_store(tmp_path, io):
     backend, root = open_store(tmp_path, io=io), tmp_path
     keys = keys_of(4)

@@ -135,7 +135,7 @@ async def test_every_system_call_fails_in_every_way(used, durability, form):
 
 
 @pytest.mark.parametrize("call", ["preadv", "pwritev"])
-@pytest.mark.parametrize("io", ["buffered", "auto", "cached"])
+@pytest.mark.parametrize("io", ["buffered", "auto"])
 async def test_short_reads_and_writes_are_gone_on_with(tmp_path, call, io):
     vfs = FailingVfs(1, None, sticky=True, when=lambda c, p: c == call and ".ledger" not in p)
     backend = DiskBackend(options(tmp_path, io=io), "short", vfs=vfs)
@@ -259,7 +259,7 @@ async def test_whole_pages_of_memory_bypass_the_page_cache_and_other_memory_does
     if probe_direct(Vfs(), str(tmp_path / "probe")) is not None:
         pytest.skip("no direct I/O here")
     vfs = FlagsVfs()
-    backend = DiskBackend(options(tmp_path / "root", io="auto"), "flags", vfs=vfs)
+    backend = DiskBackend(options(tmp_path / "root", io="direct"), "flags", vfs=vfs)
     assert backend.io_mode == "direct"
     memory = memoryview(mmap.mmap(-1, 4 * 8192))[shift : shift + size]
     vfs.direct.clear()

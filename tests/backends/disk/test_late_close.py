@@ -36,7 +36,7 @@ async def closed_while_stuck(tmp_path, call, kind):
     before = descriptors(tmp_path)
     is_on = False
     vfs = StuckVfs(lambda name, path: is_on and name == call and kind in (None, kind_of(path)))
-    options = DiskOptions(root=str(tmp_path), stall_s=0.1, **LIMITS)
+    options = DiskOptions(root=str(tmp_path), stall_s=0.1, io="direct", **LIMITS)
     old = DiskBackend(options, "old", vfs=vfs)
     assert old.wait_ready(60)
     assert await write(old, keys_of(2)) == [True] * 2

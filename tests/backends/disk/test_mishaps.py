@@ -229,7 +229,7 @@ async def test_chunks_read_before_a_load_was_cut_off_count_as_used(tmp_path):
     keys = keys_of(4)
     vfs = StuckVfs(lambda name, path: name == "preadv" and path.endswith(keys[2].hex()))
     settings = {"capacity": ByteSize(4 * ON_DISK), "high_watermark": 1.0, "low_watermark": 1.0}
-    backend = open_disk(tmp_path, vfs=vfs, read_threads=1, **settings)
+    backend = open_disk(tmp_path, vfs=vfs, io="direct", read_threads=1, **settings)
     assert [(await write(backend, [key]))[0] for key in keys] == [True] * 4
     loading = asyncio.ensure_future(backend.read(keys, slots(4, SIZE)))
     assert await until(lambda: vfs.stuck)

@@ -49,7 +49,7 @@ async def test_a_chunk_of_another_version_is_a_miss_stays_and_gives_way_to_a_sto
     await backend.close()
 
 
-@pytest.mark.parametrize("io", ["auto", "buffered", "cached"])
+@pytest.mark.parametrize("io", ["auto", "direct", "buffered"])
 async def test_a_chunk_of_another_version_may_have_another_length(tmp_path, io):
     backend = open_disk(tmp_path, io=io)
     keys = keys_of(2)

@@ -100,29 +100,36 @@ class InterruptedVfs(HookedVfs):
         self.before_header = self.before_chunk = None
 
     def preadv(self, fd, buffers, offset):
+        return self._interrupted(super().preadv, fd, buffers, offset)
+
+    def read_cached(self, fd, buffers, offset):
+        return self._interrupted(super().read_cached, fd, buffers, offset)
+
+    def _interrupted(self, read, fd, buffers, offset):
         if len(buffers) < 2 or kind_of(self._paths[fd]) not in ("chunk", "slots"):
-            return super().preadv(fd, buffers, offset)
+            return read(fd, buffers, offset)
         before_header, self.before_header = self.before_header, None
         before_chunk, self.before_chunk = self.before_chunk, None
         if before_header is not None:
             before_header()
-        moved = super().preadv(fd, buffers[:1], offset)
+        moved = read(fd, buffers[:1], offset)
         if before_chunk is not None:
             before_chunk()
-        return moved + super().preadv(fd, buffers[1:], offset + moved)
+        return moved + read(fd, buffers[1:], offset + moved)
 
 
 @pytest.mark.usefixtures("form")
 @pytest.mark.parametrize("moment", ["before_header", "before_chunk"])
 @pytest.mark.parametrize("reader", ["the same process", "another process"])
+@pytest.mark.parametrize("io", ["auto", "direct"])
 async def test_a_reader_of_a_file_that_is_overwritten_misses_and_sees_no_damage(
-    tmp_path, caplog, moment, reader
+    tmp_path, kernel_files, caplog, moment, reader, io
 ):
-    vfs = InterruptedVfs()
+    vfs, settings = InterruptedVfs(), full(1) | {"io": io}
     if reader == "the same process":
-        writing = reading = open_disk(tmp_path, vfs=vfs, **full(1))
+        writing = reading = open_disk(tmp_path, vfs=vfs, **settings)
     else:
-        writing, reading = open_disk(tmp_path, **full(1)), open_disk(tmp_path, vfs=vfs, **full(1))
+        writing, reading = open_disk(tmp_path, **settings), open_disk(tmp_path, vfs=vfs, **settings)
     old, new = keys_of(2)
     assert await write(writing, [old]) == [True]
     assert await until(lambda: reading.holds(old))

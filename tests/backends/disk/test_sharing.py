@@ -221,7 +221,7 @@ async def main(root, form, seed, capacity, size, seconds):
             root=root,
             capacity=ByteSize(capacity),
             min_free=ByteSize(0),
-            io=("auto", "cached", "buffered")[seed % 3],
+            io=("direct", "auto", "buffered")[seed % 3],
             small_chunks="files" if seed % 5 == 4 else form,
         ),
         f"rank{seed % 2}",
