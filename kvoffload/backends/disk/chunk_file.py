@@ -180,8 +180,8 @@ class ChunkFiles:
     def _read_cached(self, fd: int, buffers: list[memoryview], wanted: int) -> int:
         """Read a file if the page cache has all of it; return the bytes read.
 
-        Else its further reads are direct. The question comes first, because a read of a file that
-        is not cached begins to read ahead.
+        Else its further reads are direct. The question for its head comes first, because a read of
+        a file that is not cached begins to read ahead.
         """
         with contextlib.suppress(OSError):  # the read that follows tells of an error that lasts
             if self.vfs.is_cached(fd, wanted) and (

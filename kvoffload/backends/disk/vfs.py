@@ -28,6 +28,7 @@ class Vfs:
     fsync = staticmethod(os.fsync)
     is_cached = staticmethod(page_cache.is_cached)
     punch = staticmethod(holes.punch)
+    bypass_cache = staticmethod(page_cache.bypass)
     start_writeback = staticmethod(page_cache.start_writeback)
 
     def __init__(self) -> None:
@@ -84,11 +85,6 @@ class Vfs:
     def read_cached(fd: int, buffers: Buffers, offset: int) -> int:
         """Read what the page cache has; BlockingIOError: nothing at this place."""
         return os.preadv(fd, buffers, offset, os.RWF_NOWAIT)
-
-    @staticmethod
-    def bypass_cache(fd: int) -> None:
-        """Do the further I/O of an open file directly."""
-        fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) | os.O_DIRECT)
 
     def close(self, fd: int) -> None:
         if fd in self._locked:

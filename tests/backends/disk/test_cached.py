@@ -50,12 +50,12 @@ def cached(tmp_path, kernel_files):
     return backend, vfs.calls
 
 
-def drop(root):
-    """Drop the chunks from the page cache."""
+def drop(root, offset=0, length=0):
+    """Drop the chunks, or a part of each, from the page cache."""
     for path in root.glob("*/??/*"):
         fd = os.open(path, os.O_RDONLY)
         os.fsync(fd)
-        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.posix_fadvise(fd, offset, length, os.POSIX_FADV_DONTNEED)
         os.close(fd)
 
 
@@ -85,6 +85,19 @@ async def test_the_rest_is_loaded_directly_and_stays_out_of_the_page_cache(cache
     assert await read(backend, keys) == [True] * 4
     assert await read(backend, keys) == [True] * 4
     assert calls == {"is_cached": 8, "bypass_cache": 8, "preadv": 8}
+    await backend.close()
+
+
+@pytest.mark.parametrize("dropped", ["head", "tail"])
+async def test_a_chunk_of_which_a_part_is_cached_is_loaded_directly(cached, tmp_path, dropped):
+    backend, calls = cached
+    keys, size = keys_of(1), 1 << 20
+    assert await backend.write(keys, filled(keys, size)) == [True]
+    drop(tmp_path, *((0, size) if dropped == "head" else (size // 2, 0)))
+    calls.clear()
+    assert await read(backend, keys, size) == [True]
+    calls.pop("read_cached", None)  # of the rest, the page cache is asked by reading
+    assert calls == {"is_cached": 1, "bypass_cache": 1, "preadv": 1}
     await backend.close()
 
 

@@ -270,10 +270,10 @@ async def test_doctor_says_which_way_chunks_take_and_why(tmp_path, kernel_files)
     finding = (await found(tmp_path))["io"]
     if "does not work" in finding.detail:
         pytest.skip("no direct I/O here")
-    free = "stores go through the page cache: the machine has 10.0 GiB of memory available"
+    free = "stores go through the page cache: the machine has 10.0 GiB of 16.0 GiB available"
     assert finding == ("io", "ok", f"auto: loads take what the page cache has; {free}", "")
     kernel_files.available(1 << 30)
-    few = "the machine has 1.0 GiB of memory available, less than 2.0 GiB"
+    few = "the machine has 1.0 GiB of 16.0 GiB available, which is too little"
     detail = (await found(tmp_path))["io"].detail
     assert detail == f"auto: loads take what the page cache has; stores go directly: {few}"
     assert (await found(tmp_path, io="direct"))["io"] == ("io", "ok", "direct", "")
