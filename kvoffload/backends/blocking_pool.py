@@ -15,7 +15,7 @@ from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 
 T = TypeVar("T")
-QUICK_S = 0.005
+QUICK_S = 0.02
 """How long one thread has the quick batches to itself."""
 
 

@@ -45,6 +45,9 @@ T = TypeVar("T")
 _READERS, _BUFFERED_READERS, _WRITERS = 8, 4, 4
 _QUICK_BYTES = 128 << 10
 """One thread moves chunks up to this length between memory and the page cache as fast as two."""
+_HAS_FEW_CORES = (os.cpu_count() or 1) <= 4
+"""Then one thread loads chunks of any length from the page cache. More would take the cores of the
+event loop, which tells of arrivals, and of the engine, which copies what has arrived."""
 
 
 class DiskBackend(ThreadPoolBackend):
@@ -133,8 +136,7 @@ class DiskBackend(ThreadPoolBackend):
     # ---- batches ---------------------------------------------------------------------------
 
     def is_quick(self, memory: Sequence[memoryview]) -> bool:
-        longest = max((each.nbytes for each in memory), default=0)
-        return self.room is not None and longest <= _QUICK_BYTES
+        return self.room is not None and (_HAS_FEW_CORES or _are_small(memory))
 
     async def contains(self, keys: Sequence[bytes]) -> list[bool]:
         """Answer from the index, and from the folder for keys it does not know."""
@@ -187,7 +189,7 @@ class DiskBackend(ThreadPoolBackend):
 
         answers: list[Written]
         try:
-            is_quick = self.is_quick(chunks) and self.room is not None and self.room.is_free
+            is_quick = self.room is not None and self.room.is_free and _are_small(chunks)
             answers = await self.run_each("write", len(keys), store, False, is_quick=is_quick)
         finally:
             index.disown(names)
@@ -365,3 +367,7 @@ class DiskBackend(ThreadPoolBackend):
             # A load from the page cache is a copy: threads beyond the cores only contend.
             return min(_BUFFERED_READERS, os.cpu_count() or 1)
         return self.options.read_threads or _READERS
+
+
+def _are_small(memory: Sequence[memoryview]) -> bool:
+    return all(each.nbytes <= _QUICK_BYTES for each in memory)

@@ -15,6 +15,7 @@ from disk_parts import ON_DISK, SIZE, open_disk, write
 
 from kvoffload.backends import blocking_pool
 from kvoffload.backends.base import ReadResult
+from kvoffload.backends.disk import backend as disk_backend
 from kvoffload.backends.disk import cache_room, page_cache
 from kvoffload.testing import payload_of
 from kvoffload.testing.backends import filled, keys_of, slots
@@ -180,19 +181,24 @@ class ThreadsVfs(CountingVfs):
         return super().around(call, path, perform)
 
 
+@pytest.mark.parametrize(
+    ("has_few_cores", "size", "is_one"),
+    [(False, SIZE, True), (True, 1 << 20, True), (False, 1 << 20, False)],
+)
 async def test_one_thread_loads_what_is_cached_and_all_of_them_what_is_not(
-    tmp_path, kernel_files, monkeypatch
+    tmp_path, kernel_files, monkeypatch, has_few_cores, size, is_one
 ):
+    monkeypatch.setattr(disk_backend, "_HAS_FEW_CORES", has_few_cores)
     monkeypatch.setattr(blocking_pool, "QUICK_S", 60)
     vfs = ThreadsVfs()
     backend = opened(tmp_path, vfs)
     keys = keys_of(16)
-    assert await write(backend, keys) == [True] * 16
-    assert await read(backend, keys) == [True] * 16
+    assert await backend.write(keys, filled(keys, size)) == [True] * 16
+    assert await read(backend, keys, size) == [True] * 16
     assert len(vfs.threads["read_cached"]) == 16
-    assert len(set(vfs.threads["read_cached"])) == 1
+    assert (len(set(vfs.threads["read_cached"])) == 1) is is_one
     drop(tmp_path)
-    assert await read(backend, keys) == [True] * 16
+    assert await read(backend, keys, size) == [True] * 16
     assert len(set(vfs.threads["preadv"])) > 4
     await backend.close()
 
