@@ -144,7 +144,7 @@ def main() -> None:
     def workers(call: Callable[..., Any], *args: Any) -> Any:
         """Call a function in the workers, below the engine.
 
-        After an unknown call of the engine its weights may be others: the connector forgets all.
+        After a call of the engine that is not known, its weights may differ: all chunks are forgotten.
         """
         return engine.engine_core.engine_core.model_executor.collective_rpc(call, args=args)
 
