@@ -91,7 +91,7 @@ class Loads:
         caches = CanonicalKVCaches(
             (CanonicalKVCacheTensor(raw, page_bytes),), ((CanonicalKVCacheRef(0, page_bytes),),)
         )
-        disk = {"type": "disk", "root": root, "capacity": "16GiB", "min_free": 0, "io": "buffered"}
+        disk = {"type": "disk", "root": root, "capacity": "16GiB", "min_free": 0}
         settings = {"cpu_bytes": page_bytes * CHUNKS * 2, "backends": [disk], "policy": "lru"}
         settings |= {"blocks_per_chunk": case.per_chunk}
         facts = {"model": "engine_step", "dtype": "int8"}
