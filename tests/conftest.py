@@ -8,7 +8,7 @@ import pytest
 import torch
 from until import until  # noqa: F401
 
-from kvoffload import host_memory, registry
+from kvoffload import memory_limits, registry
 from kvoffload.messages import (
     CanonicalKVCacheRef,
     CanonicalKVCaches,
@@ -61,7 +61,7 @@ def make_kv_caches(num_blocks=64, page_bytes=(256, 256, 64), padding=0, seed=0):
 def kernel_files(tmp_path_factory, monkeypatch):
     """What the kernel tells of memory, as the test wants it."""
     root = tmp_path_factory.mktemp("kernel")
-    monkeypatch.setattr(host_memory, "ROOT", root)
+    monkeypatch.setattr(memory_limits, "ROOT", root)
     return KernelFiles(root)
 
 

@@ -11,7 +11,7 @@ from typing import Any, Self
 import numpy as np
 
 from benchmarks.gpu import device, sizes
-from kvoffload.host_memory import available_host_bytes
+from kvoffload.memory_limits import available_host_bytes
 from kvoffload.messages import (
     CanonicalKVCacheRef,
     CanonicalKVCaches,

@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from kvoffload.config import human_bytes
 from kvoffload.errors import ConfigError
-from kvoffload.host_memory import available_host_bytes
+from kvoffload.memory_limits import available_host_bytes
 
 log = logging.getLogger(__name__)
 

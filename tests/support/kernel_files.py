@@ -17,7 +17,7 @@ class KernelFiles:
     """Files in place of those of this machine: 16 GiB, of which 10 are available.
 
     Args:
-        root: to be :data:`kvoffload.host_memory.ROOT`.
+        root: to be :data:`kvoffload.memory_limits.ROOT`.
     """
 
     def __init__(self, root: Path) -> None:

@@ -8,7 +8,7 @@ import threading
 import time
 
 from kvoffload.config import human_bytes
-from kvoffload.host_memory import memories, pressure
+from kvoffload.memory_limits import memories, pressure
 
 log = logging.getLogger(__name__)
 

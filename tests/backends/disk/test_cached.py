@@ -229,7 +229,7 @@ async def test_stores_of_a_running_tier_follow_the_memory(tmp_path, kernel_files
 MIXED = """
 import asyncio, json, random, sys
 from pathlib import Path
-from kvoffload import host_memory
+from kvoffload import memory_limits
 from kvoffload.backends.disk import cache_room
 from kvoffload.backends.disk.backend import DiskBackend, DiskOptions
 from kvoffload.config import ByteSize
@@ -238,7 +238,7 @@ from tests.support.kernel_files import GIB, KernelFiles
 
 async def main(root, kernel, form, seed, capacity, size, seconds):
     rng = random.Random(seed)
-    host_memory.ROOT = Path(kernel)
+    memory_limits.ROOT = Path(kernel)
     files = KernelFiles(Path(kernel))
     cache_room.PERIOD_S = cache_room.CALM_S = 0.0
     backend = DiskBackend(

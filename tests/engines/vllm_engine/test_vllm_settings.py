@@ -24,7 +24,7 @@ from kvoffload.connectors.vllm.connector import (
 from kvoffload.connectors.vllm.fingerprint import hash_root
 from kvoffload.connectors.vllm.start import check_layout, check_version, is_tested, read_settings
 from kvoffload.errors import ConfigError
-from kvoffload.host_memory import available_host_bytes
+from kvoffload.memory_limits import available_host_bytes
 
 DISK = {"type": "disk", "root": "/nowhere", "capacity": "1GiB"}
 

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from kvoffload import host_memory
-from kvoffload.host_memory import Memory, available_host_bytes, memories, pressure
+from kvoffload import memory_limits
+from kvoffload.memory_limits import Memory, available_host_bytes, memories, pressure
 from tests.support.kernel_files import waiting
 
 MEMINFO = """\
@@ -36,7 +36,7 @@ def test_a_kernel_that_tells_nothing_of_memory(kernel):
 
 
 def test_this_kernel_tells_of_the_memory_of_this_machine():
-    assert Path("/") == host_memory.ROOT
+    assert Path("/") == memory_limits.ROOT
     memory = memories()[0]
     assert 0 < memory.available_bytes <= memory.total_bytes
     assert 0 < available_host_bytes() <= memory.total_bytes
