@@ -130,25 +130,6 @@ def test_a_cached_block_is_not_registered_again(count):
         pool.register(0, blocks, [digest(i + 100) for i in range(count)])
 
 
-def test_blocks_with_the_same_contents_stand_in_for_each_other():
-    pool = BlockPool(100, enable_events=True)
-    hashes = [digest(i) for i in range(30)]
-    tables = [pool.take(30) for _ in range(3)]
-    assert pool.register(0, tables[0], hashes) == []
-    assert pool.register(0, tables[1], hashes) == list(range(30))
-    assert pool.register(0, tables[2], hashes) == list(range(30))
-    check_pool(pool)
-    pool.forget(tables[1])
-    assert pool.index.find(0, hashes).tolist() == tables[0]
-    pool.forget(tables[0][:20])
-    check_pool(pool)
-    assert pool.index.find(0, hashes).tolist() == tables[2][:20] + tables[0][20:]
-    assert pool.take_events() == []
-    pool.forget(tables[2] + tables[0])
-    assert sorted(pool.take_events()[0].block_hashes) == sorted(hashes)
-    check_pool(pool)
-
-
 def test_a_pool_needs_a_block_beside_the_null_block():
     with pytest.raises(InsufficientMemoryError, match="at least 2"):
         BlockPool(1)

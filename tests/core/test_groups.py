@@ -96,16 +96,6 @@ def test_a_chunk_needs_only_its_own_blocks():
     assert manager.get_computed_blocks(request(manager, 31, "and again"))[1] == 24
 
 
-def test_a_chunk_gives_back_the_one_before():
-    manager = cache(full(), chunked(8))
-    one = request(manager, 31)
-    compute(manager, one, 15)
-    compute(manager, one, 1)
-    assert [bool(block) for block in manager.get_block_ids("r")[1]] == [False] * 2 + [True] * 2
-    compute(manager, one, 1)
-    assert [bool(block) for block in manager.get_block_ids("r")[1]] == [False] * 4 + [True]
-
-
 def test_a_state_is_kept_for_others_only_where_a_step_ended_with_a_block():
     manager = cache(state())
     one = request(manager, 40)
@@ -115,23 +105,6 @@ def test_a_state_is_kept_for_others_only_where_a_step_ended_with_a_block():
     assert manager.get_computed_blocks(request(manager, 40, "again"))[1] == 16
     manager.free(one)
     assert manager.get_computed_blocks(request(manager, 16, "shorter"))[1] == 0
-
-
-def test_a_block_as_long_as_the_request_holds_its_one_state():
-    manager = cache(state(block_size=1000))
-    one = request(manager, 200)
-    for _ in range(4):
-        compute(manager, one, 50)
-        assert manager.get_block_ids("r") == ([1],)
-
-
-def test_speculative_states_follow_the_running_one():
-    manager = cache(state(extra=2))
-    one = request(manager, 40)
-    compute(manager, one, 6)
-    assert manager.get_block_ids("r") == ([0, 1, 2, 3],)
-    compute(manager, one, 3, num_lookahead_tokens=2)
-    assert manager.get_block_ids("r") == ([0, 1, 2, 3, 4],)
 
 
 def test_encoder_states_are_taken_once_and_never_shared():
@@ -161,14 +134,6 @@ def test_external_tokens_take_no_blocks_behind_a_window():
     assert manager.get_computed_blocks(request(manager, 41, "again"))[1] == 40
     assert not manager.keeps_all_blocks
     assert cache(full(), MLAAttentionSpec(4, **SHAPE)).keeps_all_blocks
-
-
-def test_look_ahead_slots_are_taken_but_not_registered():
-    manager = cache(full())
-    one = request(manager, 5)
-    compute(manager, one, 5, num_lookahead_tokens=7)
-    assert manager.get_block_ids("r") == ([1, 2, 3],)
-    assert manager.get_computed_blocks(request(manager, 13, "again"))[1] == 4
 
 
 def test_slots_end_at_the_greatest_length():

@@ -13,10 +13,8 @@ from kvoffload.core.interface import (
     FullAttentionSpec,
     MambaSpec,
     MLAAttentionSpec,
-    ModelLimits,
     SlidingWindowSpec,
 )
-from kvoffload.core.planning import get_kv_cache_config
 from kvoffload.errors import KVCacheSpecError
 
 SHAPE = (16, 2, 8, torch.float16)
@@ -101,16 +99,6 @@ def test_a_layer_that_reads_the_kv_of_another_keeps_none():
 def test_a_layer_that_cannot_be_kept_is_named(layers, message):
     with pytest.raises(KVCacheSpecError, match=message):
         formats(**layers)
-
-
-def test_the_formats_of_a_mixed_model_can_be_planned():
-    specs = formats(
-        encoder=changed(attn_type=AttentionType.ENCODER), a=PLAIN, b=changed(sliding_window=32),
-        cross=changed(attn_type=AttentionType.ENCODER_DECODER),
-        c=changed(sliding_window=32, kv_sharing_target_layer_name="b"),
-    )  # fmt: skip
-    plan = get_kv_cache_config(ModelLimits(64, 64, 16), specs, 1 << 20)
-    assert [group.layer_names for group in plan.kv_cache_groups] == [("a",), ("b",), ("cross",)]
 
 
 def test_the_mini_engine_takes_its_formats_from_its_layers():

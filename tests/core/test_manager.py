@@ -3,9 +3,8 @@
 import pytest
 
 from kvoffload.core.cache_stats import AllBlocksCleared, BlockRemoved, BlockStored
-from kvoffload.core.manager import KVCacheManager
 from kvoffload.errors import UsageError
-from tests.support.block_checks import check_manager, free_in_order
+from tests.support.block_checks import check_manager
 
 
 def admit(manager, request, new_tokens=None):
@@ -32,46 +31,6 @@ def test_a_prompt_seen_before_is_found_but_for_its_last_token(make_manager, make
     assert tokens == 8
     assert new.get_block_ids() == ([4],)
     assert admit(manager, make_request([*range(12), 99]))[0] == 12
-
-
-def test_unhashed_blocks_are_reused_before_hashed_ones_and_tails_before_heads(
-    make_manager, make_request
-):
-    manager = make_manager(11)
-    long, short = make_request(list(range(12))), make_request(list(range(50, 56)))
-    admit(manager, long)
-    admit(manager, short)
-    manager.free(long)
-    manager.free(short)
-    # Block 5 holds the unfinished end of `short`; 6 to 10 were never used.
-    assert free_in_order(manager.pool.free_queue) == [5, 6, 7, 8, 9, 10, 3, 2, 1, 4]
-
-
-def test_a_refused_allocation_takes_nothing(make_manager, make_request):
-    manager = make_manager(5)
-    first = make_request(list(range(12)))
-    admit(manager, first)
-    before = free_in_order(manager.pool.free_queue)
-    assert admit(manager, make_request(list(range(100, 112))))[1] is None
-    assert free_in_order(manager.pool.free_queue) == before
-    # Its own prefix is free: adopting it leaves too few blocks for the rest.
-    manager.free(first)
-    longer = make_request(list(range(20)))
-    assert admit(manager, longer) == (12, None)
-    assert manager.num_free_blocks == 4
-
-
-def test_blocks_that_a_transfer_reads_are_not_reused_until_given_back(make_manager, make_request):
-    manager = make_manager(5)
-    request = make_request(list(range(16)))
-    admit(manager, request)
-    held = manager.pop_blocks_for_free(request)
-    check_manager(manager)
-    assert manager.num_free_blocks == 0
-    manager.free_blocks(held)
-    assert manager.num_free_blocks == 4
-    with pytest.raises(UsageError, match="given back before"):
-        manager.free_blocks(held)
 
 
 def test_a_cache_is_reset_only_when_nobody_holds_blocks(make_manager, make_request):
@@ -104,21 +63,6 @@ def test_events_say_what_became_findable_and_what_ceased_to_be(make_manager, mak
     manager.free(other)
     manager.reset_prefix_cache()
     assert manager.take_events() == [AllBlocksCleared()]
-
-
-def test_a_second_copy_of_a_block_is_no_event_and_outlives_the_first(make_manager, make_request):
-    manager = make_manager(10, enable_kv_cache_events=True)
-    one, two = make_request(list(range(8))), make_request(list(range(8)))
-    admit(manager, one)
-    admit(manager, two)
-    events = manager.take_events()
-    assert [len(event.block_hashes) for event in events] == [2]
-    manager.evict_blocks({2})  # the first copy of the second block
-    check_manager(manager)
-    assert manager.take_events() == []
-    assert manager.get_computed_blocks(make_request([*range(8), 1]))[0].get_block_ids() == ([1, 3],)
-    manager.evict_blocks({3})
-    assert manager.take_events() == [BlockRemoved([one.block_hashes[1]])]
 
 
 def test_without_caching_nothing_is_found(make_manager, make_request):
@@ -193,15 +137,6 @@ def test_numbers_that_cannot_be_are_refused(make_manager, make_request):
     ):
         with pytest.raises(ValueError, match="0 or more"):
             manager.allocate_slots(make_request([1, 2]), **wrong)
-
-
-def test_a_request_longer_than_the_longest_gets_and_keeps_as_much_as_fits(plan, make_request):
-    manager = KVCacheManager(plan(60), max_model_len=100)
-    request = make_request(list(range(110)))
-    assert len(manager.allocate_slots(request, 110).get_block_ids()[0]) == 25
-    manager.cache_blocks(request, 110)
-    check_manager(manager)
-    assert manager.get_computed_blocks(make_request(list(range(110))))[1] == 100
 
 
 def test_lookups_are_counted_when_a_request_is_admitted(make_manager, make_request):

@@ -6,7 +6,6 @@ from hypothesis import strategies as st
 from kvoffload.core import compat
 from kvoffload.core.interface import (
     ChunkedLocalAttentionSpec,
-    EncoderOnlyAttentionSpec,
     FullAttentionSpec,
     KVCacheConfig,
     MambaSpec,
@@ -40,14 +39,6 @@ MAMBA = MambaSpec(16, ((100,),), (torch.float32,))
 def layers(**counts):
     kinds = {"full": FULL, "window": WINDOW, "chunked": CHUNKED, "mamba": MAMBA}
     return {f"{kind}.{i}": kinds[kind] for kind, n in counts.items() for i in range(n)}
-
-
-def test_one_kind_of_layer_is_one_group_with_a_tensor_a_layer():
-    config = get_kv_cache_config(LIMITS, layers(full=3), 100 * 3 * PAGE + PAGE)
-    assert config.num_blocks == 100
-    assert [t.shared_by for t in config.kv_cache_tensors] == [("full.0",), ("full.1",), ("full.2",)]
-    assert {t.size for t in config.kv_cache_tensors} == {100 * PAGE}
-    assert len(config.kv_cache_groups) == 1
 
 
 def test_layers_of_different_width_share_one_group():
@@ -104,15 +95,6 @@ def test_packed_layers_of_a_block_lie_side_by_side():
     assert [t.offset for t in config.kv_cache_tensors] == [0, PAGE, 2 * PAGE]
     assert {t.block_stride for t in config.kv_cache_tensors} == {3 * PAGE}
     assert {t.allocation for t in config.kv_cache_tensors} == {0}
-
-
-def test_encoder_only_layers_take_no_memory():
-    specs = {**layers(full=2), "encoder": EncoderOnlyAttentionSpec(*SHAPE)}
-    config = get_kv_cache_config(LIMITS, specs, 20 * 2 * PAGE)
-    assert config.num_blocks == 20
-    assert "encoder" not in config.layer_specs
-    with pytest.raises(KVCacheSpecError, match="nothing to plan"):
-        get_kv_cache_groups({"encoder": EncoderOnlyAttentionSpec(*SHAPE)})
 
 
 def test_the_null_block_is_reserved():

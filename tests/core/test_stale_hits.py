@@ -109,31 +109,7 @@ def test_blocks_that_lost_the_prefix_are_refused(loss):
     refused(manager, one, found, hit)
 
 
-def test_a_prefix_that_lies_in_the_same_blocks_of_another_group_is_refused():
-    manager = cache(3, WINDOW, WINDOW)
-    one = request("late", range(4 + 1))
-    serve(manager, request("first", range(4)))
-    found, hit = manager.get_computed_blocks(one)
-    assert (found.blocks, hit) == (([1], [2]), 4)
-    manager.pool.release(manager.pool.take(2)[::-1])  # the order of reuse is reversed
-    serve(manager, request("again", range(4)))
-    assert manager.get_computed_blocks(one)[0].blocks == ([2], [1])
-    refused(manager, one, found, hit, count=0)
-
-
 # Every way in which others may act between lookup and allocation without harm.
-
-
-def test_a_block_that_the_window_left_behind_may_be_lost():
-    manager = cache(40, FULL, WINDOW)
-    serve(manager, request("first", range(40)))
-    one = request("late", range(61))
-    found, hit = manager.get_computed_blocks(one)
-    assert hit == 40
-    window = [block for block in found.blocks[1] if block]
-    manager.evict_blocks(window)
-    # With 20 tokens from elsewhere, no later token reads the window that ended at 40.
-    assert allocate(manager, one, found, hit, num_external_computed_tokens=20, count=1) is not None
 
 
 def test_the_hit_of_an_equal_request_is_taken_and_that_of_another_refused():
@@ -168,11 +144,3 @@ def test_more_tokens_than_the_blocks_found_hold_are_refused(specs):
     with pytest.raises(UsageError, match=rf"num_new_computed_tokens = 24.*{hit} tokens"):
         allocate(manager, one, found, 24, count=1)
     assert allocate(manager, one, found, hit) is not None
-
-
-def test_fewer_tokens_than_a_window_was_found_for_are_refused():
-    manager = cache(40, WINDOW)
-    serve(manager, request("first", range(20)))
-    one = request("r", range(21))
-    found, _ = manager.get_computed_blocks(one)
-    refused(manager, one, found, 8)

@@ -163,14 +163,6 @@ async def test_changes_are_told_once_and_in_portions():
     assert store.changes().removed == keys[:1]
 
 
-async def test_figures_are_told_when_they_change():
-    store = OpenStore("memory", MemoryBackend(MemoryOptions(), "n"))
-    assert store.figures().usage == (0, 1 << 30, 0, {})
-    assert store.figures() is None
-    await store.backend.write(KEYS, [memoryview(b"x")] * 2)
-    assert store.figures().usage == (2, 1 << 30, 2, {})
-
-
 class Listing(MemoryBackend):
     """Lists very many chunks that are not there."""
 

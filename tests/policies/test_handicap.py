@@ -26,18 +26,6 @@ def test_it_hits_about_as_much_as_the_better_of_lru_and_arc_on_any_load(workload
     assert rate[HandicapPolicy] > max(rate[LRUPolicy], rate[ARCPolicy]) - 0.01
 
 
-def test_a_load_of_popular_prompts_teaches_it_a_large_handicap():
-    policy = HandicapPolicy(300)
-    replay(requests_of("shared"), policy, 300)
-    assert policy._chosen in policy._shadows[2:]
-
-
-def test_a_load_of_recent_documents_teaches_it_a_small_one():
-    policy = HandicapPolicy(1000)
-    replay(requests_of("rag"), policy, 1000)
-    assert policy._chosen in policy._shadows[:2]
-
-
 def test_a_scan_does_not_flush_what_is_used_again_and_again():
     policy, capacity = HandicapPolicy(100), 100
     hot = [b"hot%d" % i for i in range(40)]

@@ -35,23 +35,6 @@ class Told:
             self.order.expect(claim or prompt[-1], prompt, in_s)
 
 
-def test_a_claim_that_is_due_now_counts_as_due_within_the_grace():
-    told = Told()
-    told.use(keys("now", 1), b"now", 0)
-    told.use(keys("soon", 1), b"soon", GRACE_S - 1)
-    told.now_s = 1e-6
-    assert told.order.victims(1) == keys("now", 1)
-
-
-def test_a_session_has_one_claim_and_what_it_left_behind_goes_first():
-    told = Told()
-    told.use(keys("a", 3), b"a", 10)
-    told.use(keys("b", 3), b"b", 1000)
-    told.use([*keys("a", 2), *keys("x", 2)], b"a", 10)  # a turn was taken back
-    assert told.order.victims(1) == keys("a", 1, 2)
-    assert told.order.victims(3) == keys("b", 3)[::-1]
-
-
 def test_helpers_of_one_session_do_not_end_each_other_s_claims():
     """Agents send one session id with the requests of all their helpers."""
     told = Told()
@@ -74,24 +57,6 @@ def test_a_later_prompt_with_its_last_chunk_fulfils_a_claim_without_a_name():
     assert not told.order.has_claim(keys("a", 3)[-1])
     told.use(keys("b", 3), b"b", 1)
     assert sorted(told.order.victims(8)) == sorted(keys("a", 5) + keys("b", 3))
-
-
-def test_a_withdrawn_claim_leaves_its_chunks_to_the_policy():
-    told = Told()
-    told.use(keys("a", 2), b"a", inf)
-    told.order.withdraw(b"a")
-    told.use(keys("b", 2))
-    assert told.order.victims(4) == [*keys("a", 2)[::-1], *keys("b", 2)[::-1]]
-
-
-def test_never_leaves_before_all_others_but_not_what_others_use():
-    told = Told()
-    head = keys("head", 2)
-    told.use(keys("other", 2))
-    told.use(head + keys("a", 2), b"a", inf)
-    told.order.used(head)
-    assert told.order.victims(2) == keys("a", 2)[::-1]
-    assert told.order.victims(2) == keys("other", 2)[::-1], "used before the head was"
 
 
 def test_a_claim_further_than_the_policy_keeps_chunks_protects_nothing():
@@ -214,15 +179,6 @@ def test_a_million_sessions_take_20_mib_at_most(monkeypatch):
         tracemalloc.stop()
     assert size < (20 << 20) / 8
     assert len(told.order._claims) <= MAX_CLAIMS // 8
-
-
-def test_chunks_that_never_arrive_are_forgotten():
-    told = Told(capacity=100)
-    for number in range(1000):
-        told.order.expect(b"%d" % number, keys(f"absent{number}", 50), number)
-    assert len(told.order._before) <= 250
-    assert len(told.order) == 0
-    assert told.order.victims(5) == []
 
 
 @pytest.mark.parametrize("jump_s", [1e9, -1e9, 1e18, -1e18])
