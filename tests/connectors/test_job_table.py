@@ -41,6 +41,15 @@ def test_a_chunk_is_good_only_if_it_is_good_on_every_rank(manager):
     assert manager.busy_slots == 0
 
 
+def test_an_answer_to_a_job_that_has_ended_or_never_began_changes_nothing(manager):
+    jobs = store(manager, 1)
+    assert jobs.answer(ID, (True,) * 3, ranks=2)  # of one rank more than there are
+    assert jobs.answer(ID, (False,) * 3) is None
+    assert jobs.answer(ID + 1, (False,) * 3, unsettled=1) is None
+    assert [manager.lookup(key) for key in KEYS] == [True] * 3
+    assert (len(jobs), manager.busy_slots) == (0, 0)
+
+
 def test_slots_of_failed_chunks_stay_out_of_use_until_all_ranks_are_settled(manager):
     jobs = store(manager, 3)
     for ok in ((True, False, False), (False, True, True)):

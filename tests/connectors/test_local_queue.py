@@ -106,6 +106,26 @@ def test_nothing_stays_for_a_request_that_left_the_queue(connect, new_request, k
     assert connector.stats()["queue_requests"] == 0
 
 
+def test_a_preempted_request_keeps_before_those_that_came_later(connect, new_request, kv_caches):
+    connector = connect(11, backends=[], waiting_share=1)
+    store(connector, new_request("waits", PROMPT), kv_caches, 1)
+    preempted, waits = new_request("preempted", PROMPT), new_request("waits", PROMPT)
+    connector.after_forward(preempted, [BLOCKS], PROMPT)
+    assert connector.flush()
+    connector.request_queued(waits)
+    connector.request_preempted(preempted)
+    connector.request_queued(preempted)
+    connector.poll()
+    for i in range(2):
+        store(connector, new_request(f"running{i}", PROMPT), kv_caches, 2 + i)
+    assert connector.explain(preempted) == [["CPU"] * 5]
+    assert "CPU" not in connector.explain(waits)[0][1:]
+    for request in (preempted, waits):
+        connector.request_finished(request)
+    assert connector.stats()["queue_kept_bytes"] == 0
+    connector.check()
+
+
 def test_a_request_that_may_load_nothing_keeps_nothing(connect, new_request, kv_caches):
     connector = connect(8)
     store(connector, new_request("a", PROMPT), kv_caches, 1)

@@ -188,6 +188,23 @@ async def test_a_cancelled_call_leaves_the_memory_alone_on_a_bad_line(server, na
                     block.clear()  # BufferError if anything still has a hold on it
 
 
+async def test_memory_of_the_caller_is_not_held_after_a_call(server):
+    """The caller can release views of a slab at once, also after failures."""
+    async with FaultProxy("127.0.0.1", server.port) as proxy:
+        async with RedisEngine(f"redis://127.0.0.1:{proxy.port}") as engine:
+            await engine.back()
+            for fault in ([], [CutAfter(100_000)], [HangAfter(1000)], [Garbage(50_000)]):
+                proxy.to_client = fault
+                memory = [bytearray(CHUNK_BYTES) for _ in engine.keys]
+                views = [memoryview(block) for block in memory]
+                await asyncio.wait_for(engine.backend.read(engine.keys, views), LIMIT_S)
+                await asyncio.wait_for(engine.backend.write(keys_of(8, str(fault)), views), LIMIT_S)
+                for view in views:
+                    view.release()
+                for block in memory:
+                    block.clear()  # BufferError if anything still has a hold on it
+
+
 async def test_a_server_that_answers_anything_but_redis(tmp_path):
     """Another program listens on the port: it talks first, echoes, or stays silent."""
     talk = {
