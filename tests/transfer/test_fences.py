@@ -2,7 +2,6 @@
 
 import logging
 import threading
-import time
 
 import pytest
 
@@ -50,16 +49,6 @@ def test_the_engines_fence_is_done_when_its_event_is_passed():
     assert fence.error is None
 
 
-def test_a_wait_for_the_engine_ends_as_soon_as_it_is_there():
-    event = Event()
-    timer = threading.Timer(0.05, lambda: setattr(event, "passed", True))
-    timer.start()
-    began = time.monotonic()
-    assert EngineFence(event).wait(60.0)
-    assert 0.04 <= time.monotonic() - began < 30
-    timer.join()
-
-
 def test_a_thread_reaches_a_fence_with_the_time_of_its_copies():
     fence = CopyFence()
     assert (fence.done(), fence.wait(0.0), fence.wait(0.02)) == (False, False, False)
@@ -76,62 +65,6 @@ def test_a_thread_reaches_a_fence_with_the_time_of_its_copies():
 
 
 # ---- the fence of a transfer ---------------------------------------------------------------------
-
-
-def test_a_transfer_is_done_when_all_its_streams_have_passed_its_end(fence):
-    one, two = Event(), Event(passed=True)
-    assert not fence.done()
-    fence.all_enqueued(Timing(), [one, two], None)
-    assert (fence.done(), fence.wait(0.0), fence.wait(0.02)) == (False, False, False)
-    one.passed = True
-    assert fence.done()
-    assert fence.wait()
-    assert fence.error is None
-
-
-def test_a_wait_without_a_limit_sleeps_on_every_stream_and_polls_none(fence):
-    one, two = Event(), Event()
-    timer = threading.Timer(0.05, fence.all_enqueued, [Timing(), [one, two], None])
-    timer.start()
-    assert fence.wait()
-    assert (one.synchronized, two.synchronized) == (True, True)
-    assert fence.done()
-    timer.join()
-
-
-def test_a_wait_on_a_device_that_is_gone_ends_with_its_error(fence):
-    error = RuntimeError("the device is gone")
-
-    class Gone(Event):
-        def synchronize(self):
-            raise error
-
-    fence.all_enqueued(Timing(), [Event(), Gone()], None)
-    assert fence.wait()
-    assert (fence.done(), fence.error) == (True, error)
-
-
-def test_a_device_that_cannot_tell_ends_the_transfer_with_its_error(fence):
-    error = RuntimeError("the device is gone")
-    fence.all_enqueued(Timing(), [Event(error=error)], None)
-    assert fence.done()
-    assert fence.error is error
-    fence.reach(RuntimeError("a second one"))
-    assert fence.error is error
-
-
-def test_the_first_error_of_a_transfer_is_the_one_told(fence):
-    first = ValueError("first")
-    fence.all_enqueued(Timing(), [], first)
-    fence.reach(ValueError("second"))
-    assert (fence.done(), fence.error) == (True, first)
-
-
-def test_a_wait_for_a_transfer_ends_when_it_is_reached(fence):
-    timer = threading.Timer(0.05, fence.reach)
-    timer.start()
-    assert fence.wait(60.0)
-    timer.join()
 
 
 def test_the_time_of_a_copy_is_that_of_its_slowest_stream_without_the_wait_for_the_engine(fence):

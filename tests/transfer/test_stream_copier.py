@@ -15,7 +15,7 @@ from kvoffload.transfer.cuda import stream_copier
 from kvoffload.transfer.cuda.copy_plan import CopyPlan
 from kvoffload.transfer.cuda.device import Device, Event, Stream
 from kvoffload.transfer.cuda.fences import EngineFence, StreamFence
-from kvoffload.transfer.cuda.stream_copier import LANES, Launcher, StreamCopier, StreamJob
+from kvoffload.transfer.cuda.stream_copier import Launcher, StreamCopier, StreamJob
 from kvoffload.transfer.layout import ChunkLayout
 from kvoffload.transfer.slab import Slab
 from tests.support.interleavings import NUM_SLOTS, PER_CHUNK, small_caches, words
@@ -113,21 +113,6 @@ def test_a_staged_load_uses_the_bus_during_the_forward_pass_but_writes_no_block(
     assert fence.wait()
     assert not any(page.any() for page in found)
     assert all((page.view(torch.int8) == 7).all() for page in words(parts.caches, 5))
-
-
-@pytest.mark.parametrize("to_host", [True, False])
-def test_direct_copies_wait_for_the_forward_pass(make, until, to_host):
-    parts = make(direct_page_bytes=1)
-    parts.slab.rows[:] = 7
-    parts.device.engine.enqueue(lambda: words(parts.caches, 5)[0].fill_(9))
-    fence = parts.launch(moves_of(move(3, [5, 6])), to_host)
-    parts.enqueued(until, fence)
-    parts.run_lanes()
-    assert (parts.slab.rows == 7).all()
-    assert not any(page.any() for page in words(parts.caches, 5))
-    assert fence.wait()
-    assert (parts.slab.rows[3][:8].view(np.int64) == (9 if to_host else 0x0707070707070707)).all()
-    assert (words(parts.caches, 5)[0] == (9 if to_host else 0x0707070707070707)).all()
 
 
 def test_the_fence_is_on_the_stream_that_the_engine_uses_at_the_time(make, until):
@@ -250,22 +235,6 @@ def test_blocks_beyond_two_gib_of_a_tensor_come_back(make, direct_page_bytes):
         [block % 100 + 1] * 256 for block in (2 << 10, 0, num_blocks - 1, (2 << 10) - 1)
     ]
     assert all((tensor[block] == block % 100 + 1).all() for block in blocks)
-
-
-def test_the_lanes_of_a_direction_take_turns(make, until):
-    parts = make(stage_bytes=3000)
-    before = [len(stream.work) for stream in parts.device.streams]
-    fences = [
-        parts.launch(moves_of(move(slot, [2 * slot, 2 * slot + 1])), True) for slot in range(LANES)
-    ]
-    for fence in fences:
-        parts.enqueued(until, fence)
-    used = [
-        len(stream.work) > work
-        for stream, work in zip(parts.device.streams, before, strict=True)
-        if stream is not parts.device.engine
-    ]
-    assert sum(used) == LANES
 
 
 class Still:
