@@ -110,8 +110,9 @@ def main(words: Sequence[str] | None = None) -> None:
     for name, tell in tellers(trace):
         rates = (hits(trace, size, asked.policy, tell) for size in sizes)
         print(f"{name:30}" + "".join(f"{rate:9.2f}" for rate in rates), flush=True)
-    bounds = (100 * belady(trace.requests, size).prefix_rate for size in sizes)
-    print(f"{'belady, the bound':30}" + "".join(f"{rate:9.2f}" for rate in bounds))
+    for name, takes_each in (("belady, the bound", False), ("belady that takes each block", True)):
+        found = (belady(trace.requests, size, takes_each=takes_each) for size in sizes)
+        print(f"{name:30}" + "".join(f"{100 * each.prefix_rate:9.2f}" for each in found))
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ import heapq
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import compress, takewhile
+from itertools import compress, islice, takewhile
 
 from kvoffload.policies.base import Policy
 from kvoffload.replay.requests import Keys, Requests
@@ -178,13 +178,15 @@ def belady(
     capacity: int,
     progress: Progress | None = None,
     weights: Weights = WHOLE,
+    takes_each: bool = False,
 ) -> Hits:
     """Count the hits of a store that knows the future: no policy has more.
 
     It evicts the block whose next use is the farthest (L. Belady, 1966), or does not take the new
     one if that is the one. Of one request's blocks the tail counts as used last. A head is used
     whenever its tail is, so the store always holds whole prefixes. Its block hits are then its
-    prefix hits as well, and a bound for both.
+    prefix hits as well, and a bound for both. If it ``takes_each`` new block, as host memory does,
+    it bounds what an order of eviction can do.
     """
     never, next_use = requests.accesses, _next_uses(requests)
     held: dict[int, int] = {}  # block → its next use
@@ -196,6 +198,15 @@ def belady(
         found.count(request, _leading(hits), hits, weights)
         dues = dict(zip(blocks, next_use[at : at + len(blocks)], strict=True))
         at += len(blocks)
+        if takes_each:
+            for block in dues:
+                held.pop(block, None)
+            while held and len(held) + len(dues) > capacity:
+                del held[farthest.find()]
+            for block, due in islice(dues.items(), capacity):
+                held[block] = due
+                farthest.add(block, due)
+            continue
         for block in [block for block in dues if block in held]:
             if dues[block] == never:
                 del held[block]  # its last use was this one
