@@ -5,7 +5,7 @@ import signal
 import pytest
 
 from tests.connectors.test_local import load, store
-from tests.support.network_mounts import KINDS
+from tests.support.sshfs_mounts import MISSING, sshfs_mounts
 
 
 def tiers(disk, shared, **settings):
@@ -17,14 +17,12 @@ def tiers(disk, shared, **settings):
     )
 
 
-@pytest.mark.parametrize("kind", KINDS)
 def test_a_stopped_file_server_costs_a_computation_and_no_more(
-    connect, new_kv_caches, new_request, until, tmp_path, kind
+    connect, new_kv_caches, new_request, until, tmp_path
 ):
-    mount, missing = KINDS[kind]
-    with mount(tmp_path) as mounts:
+    with sshfs_mounts(tmp_path) as mounts:
         if mounts is None:
-            pytest.skip(missing)
+            pytest.skip(MISSING)
         root, server = mounts[0] / "kv", mounts[2]
         caches = new_kv_caches(seed=1)
         stored = connect(*tiers(tmp_path / "a", root), caches=caches)
