@@ -9,13 +9,12 @@ import logging
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 from kvoffload.backends.base import ReadResult, Written, check_lengths
 from kvoffload.backends.blocking_pool import run_once, undisturbed
 from kvoffload.backends.counted import CountedBackend, Kind
 from kvoffload.backends.frames import Frames
-from kvoffload.backends.header import COMPACT_BYTES
 from kvoffload.backends.seals import Seal
 
 log = logging.getLogger(__name__)
@@ -25,18 +24,8 @@ INLINE_BYTES = 4 << 20
 T = TypeVar("T")
 
 
-class Verdict(NamedTuple):
-    """What :meth:`AsyncBackend.verified` found."""
-
-    result: ReadResult
-
-
-class AsyncBackend(CountedBackend, ABC):
-    """A whole backend of the coroutines ``get``, ``put`` and ``has``, which only move bytes.
-
-    Each chunk is stored with a header in front (``docs/reference/format.md``). Every load checks
-    key, namespace, length and checksum in the caller's memory: wrong bytes of any kind are a miss.
-    Misses are counted: ``read_missing``, ``read_length``, ``corrupt_payload`` and the like.
+class AsyncChunkBackend(CountedBackend, ABC):
+    """Answers the batches of a backend by coroutines of one chunk; a subclass verifies.
 
     Coroutines of several chunks run at once. One that raises is a miss, counted as ``read_failed``
     or ``write_failed``. No coroutine is cancelled, because a client's thread may still use the
@@ -44,70 +33,40 @@ class AsyncBackend(CountedBackend, ABC):
     timeout of its own.
 
     Args:
-        namespace: whose chunks these are; a chunk of another one is a miss.
         at_once: chunks in flight, over all calls.
         close_s: how long :meth:`close` waits for chunks in flight.
         name: of the store, for the log; by default that of the class.
-        header_bytes: of each chunk: :data:`~kvoffload.backends.header.ALIGNED_BYTES` for files
-            of the disk tier's format.
     """
 
-    def __init__(
-        self,
-        namespace: str,
-        *,
-        at_once: int = 16,
-        close_s: float = 5.0,
-        name: str = "",
-        header_bytes: int = COMPACT_BYTES,
-    ) -> None:
+    def __init__(self, *, at_once: int = 16, close_s: float = 5.0, name: str = "") -> None:
         super().__init__(name)
-        self.__frames = Frames(namespace, self.count, header_bytes)
         self.__at_once = at_once
         self.__turns = asyncio.Semaphore(at_once)
         self.__close_s = close_s
         self.__running: set[asyncio.Task[None]] = set()
 
-    def encrypt_with(self, seal: Seal) -> None:
-        """Store chunks encrypted; called by :func:`kvoffload.open_backend`, before the first."""
-        self.__frames.seal = seal
-
     # ---- what a subclass defines -----------------------------------------------------------
 
     @abstractmethod
-    async def get(
-        self, key: bytes, header: memoryview, into: memoryview
-    ) -> bool | ReadResult | Verdict:
-        """Fill ``header``, then ``into``, with what is stored under the key, as far as it goes.
-
-        Both are contiguous, writable bytes. Answer True if anything is stored: the caller verifies
-        it. Answer False if nothing is, or a :class:`ReadResult` that says why. A store that reads
-        on threads may answer what :meth:`verified` says there.
-        """
+    async def load(self, key: bytes, into: memoryview) -> bool | ReadResult:
+        """Fill ``into`` with the chunk, verified; or answer False or a :class:`ReadResult`."""
 
     @abstractmethod
-    async def put(self, key: bytes, header: bytes, chunk: memoryview) -> Written:
-        """Store ``header`` and then ``chunk``, in place of what is there, whole or not at all.
+    async def store(self, key: bytes, chunk: memoryview, tenant: bytes) -> Written:
+        """Store the chunk whole, or answer False; keep no reference to ``chunk``.
 
-        Answer False if that is impossible; keep no reference to ``chunk``.
+        ``tenant`` stands for whose chunk it is; empty: that is not told.
         """
 
     @abstractmethod
     async def has(self, key: bytes) -> bool:
-        """Return whether :meth:`get` would probably find the chunk."""
+        """Return whether a load would probably find the chunk."""
 
     async def delete(self, key: bytes) -> None:
         """Remove the chunk if it is there. By default, chunks stay."""
 
     async def release(self) -> None:
         """Release connections and files. Called once, after the last of the other calls."""
-
-    def verified(self, key: bytes, header: memoryview, into: memoryview) -> Verdict:
-        """Verify what a :meth:`get` has filled, on the thread that has just read it.
-
-        That leaves the event loop free, and the bytes are in the cache of this thread's core.
-        """
-        return Verdict(self.__frames.verdict(True, key, header, into))
 
     # ---- Backend ---------------------------------------------------------------------------
 
@@ -128,12 +87,7 @@ class AsyncBackend(CountedBackend, ABC):
         check_lengths(keys, into)
 
         async def load(i: int) -> bool | ReadResult:
-            key, chunk, header = keys[i], into[i].cast("B"), self.__frames.blank()
-            found = await self.get(key, header, chunk)
-            if isinstance(found, Verdict):
-                result = found.result
-            else:
-                result = await _computed(chunk, self.__frames.verdict, found, key, header, chunk)
+            result = await self.load(keys[i], into[i].cast("B"))
             if result:
                 arrived(i)
             return result
@@ -147,12 +101,7 @@ class AsyncBackend(CountedBackend, ABC):
         check_lengths(keys, chunks)
 
         async def store(i: int) -> Written:
-            key, chunk, tenant = keys[i], chunks[i].cast("B"), tenants[i] if tenants else b""
-            header, stored = await _computed(chunk, self.__frames.pack, key, chunk, tenant)
-            try:
-                return await self.put(key, header, stored)
-            finally:
-                self.__frames.done(stored)
+            return await self.store(keys[i], chunks[i].cast("B"), tenants[i] if tenants else b"")
 
         return await self.__each("write", len(keys), store, False)
 
@@ -208,6 +157,63 @@ class AsyncBackend(CountedBackend, ABC):
         finally:
             self.__running.difference_update(tasks)
         return answers
+
+
+class AsyncBackend(AsyncChunkBackend):
+    """A whole backend of the coroutines ``get``, ``put`` and ``has``, which only move bytes.
+
+    Each chunk is stored with a header in front (``docs/reference/format.md``). Every load checks
+    key, namespace, length and checksum in the caller's memory: wrong bytes of any kind are a miss.
+    Misses are counted: ``read_missing``, ``read_length``, ``corrupt_payload`` and the like.
+
+    Coroutines of several chunks run at once. One that raises is a miss, counted as ``read_failed``
+    or ``write_failed``. No coroutine is cancelled, because a client's thread may still use the
+    memory: a cancelled call returns after the coroutines in flight have ended. So a client needs a
+    timeout of its own.
+
+    Args:
+        namespace: whose chunks these are; a chunk of another one is a miss.
+        at_once: chunks in flight, over all calls.
+        close_s: how long :meth:`close` waits for chunks in flight.
+        name: of the store, for the log; by default that of the class.
+    """
+
+    def __init__(
+        self, namespace: str, *, at_once: int = 16, close_s: float = 5.0, name: str = ""
+    ) -> None:
+        super().__init__(at_once=at_once, close_s=close_s, name=name)
+        self.__frames = Frames(namespace, self.count)
+
+    def encrypt_with(self, seal: Seal) -> None:
+        """Store chunks encrypted; called by :func:`kvoffload.open_backend`, before the first."""
+        self.__frames.seal = seal
+
+    @abstractmethod
+    async def get(self, key: bytes, header: memoryview, into: memoryview) -> bool | ReadResult:
+        """Fill ``header``, then ``into``, with what is stored under the key, as far as it goes.
+
+        Both are contiguous, writable bytes. Answer True if anything is stored: the caller verifies
+        it. Answer False if nothing is, or a :class:`ReadResult` that says why.
+        """
+
+    @abstractmethod
+    async def put(self, key: bytes, header: bytes, chunk: memoryview) -> Written:
+        """Store ``header`` and then ``chunk``, in place of what is there, whole or not at all.
+
+        Answer False if that is impossible; keep no reference to ``chunk``.
+        """
+
+    async def load(self, key: bytes, into: memoryview) -> ReadResult:
+        header = self.__frames.blank()
+        found = await self.get(key, header, into)
+        return await _computed(into, self.__frames.verdict, found, key, header, into)
+
+    async def store(self, key: bytes, chunk: memoryview, tenant: bytes) -> Written:
+        header, stored = await _computed(chunk, self.__frames.pack, key, chunk, tenant)
+        try:
+            return await self.put(key, header, stored)
+        finally:
+            self.__frames.done(stored)
 
 
 async def _computed(chunk: memoryview, work: Callable[..., T], *args: object) -> T:

@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
-from kvoffload.backends.asynchronous import AsyncBackend, Verdict
+from kvoffload.backends.asynchronous import AsyncChunkBackend
 from kvoffload.backends.base import (
     Described,
     ReadResult,
@@ -40,6 +40,7 @@ from kvoffload.backends.folder.records import Records
 from kvoffload.backends.folder.seal import read_secret
 from kvoffload.backends.folder.shared_root import Root
 from kvoffload.backends.folder.upkeep import Housekeeper
+from kvoffload.backends.frames import Frames
 from kvoffload.backends.header import ALIGNED_BYTES, check_key, namespace_digest
 from kvoffload.backends.log_rate import Throttle
 from kvoffload.backends.seals import Seal
@@ -60,7 +61,7 @@ _MAX_REMOVALS = 1 << 16
 """Removals kept for a listener that may never ask; older ones are lost to it."""
 
 
-class FolderBackend(AsyncBackend):
+class FolderBackend(AsyncChunkBackend):
     """Chunks as files under a root that many hosts share.
 
     Args:
@@ -81,15 +82,10 @@ class FolderBackend(AsyncBackend):
         self._options, self._suffix = options, signature.suffix if signature else ""
         self._namespace = namespace + self._suffix
         root = os.path.abspath(os.path.expanduser(options.root))
-        super().__init__(
-            self._namespace,
-            at_once=options.threads,
-            close_s=options.timeout_s,
-            name=f"folder {root}",
-            header_bytes=ALIGNED_BYTES,
-        )
+        super().__init__(at_once=options.threads, close_s=options.timeout_s, name=f"folder {root}")
+        self._frames = Frames(self._namespace, self.count, ALIGNED_BYTES)
         if signature is not None:
-            super().encrypt_with(signature)  # which only adds a code
+            self._frames.seal = signature  # which only adds a code
         self._vfs, self._token = vfs or Vfs(), secrets.token_hex(8)
         self._capacity_bytes = int(options.capacity)
         self._folder_name = namespace_digest(self._namespace).hex()
@@ -99,7 +95,7 @@ class FolderBackend(AsyncBackend):
         )
         self._place = os.path.realpath(root)  # here, where it may block
         self._folder = f"{root}/{self._folder_name}"
-        self._files = ChunkFiles(self._vfs, root, self._folder, self._token)
+        self._files = ChunkFiles(self._vfs, root, self._folder, self._token, self._frames)
         self._known = KnownChunks()
         threads = options.threads
         self._mount = Mount("kvoffload-folder", threads, options.timeout_s)
@@ -133,7 +129,7 @@ class FolderBackend(AsyncBackend):
             ConfigError: there is a ``secret_file`` as well.
         """
         self._options.refuse_secret()
-        super().encrypt_with(seal)
+        self._frames.seal = seal
 
     @staticmethod
     def admin(options: Mapping[str, Any]) -> Any:
@@ -142,32 +138,31 @@ class FolderBackend(AsyncBackend):
 
         return FolderAdmin(options)
 
-    # ---- one chunk: its bytes alone, as the base class makes and checks the header -------------
+    # ---- one chunk -----------------------------------------------------------------------------
 
-    async def get(
-        self, key: bytes, header: memoryview, into: memoryview
-    ) -> bool | ReadResult | Verdict:
+    async def load(self, key: bytes, into: memoryview) -> ReadResult:
         found = await self._asked(
-            "read",
-            lambda turn: self._files.read(turn, key, header, into, self.verified),
-            Found("late"),
+            "read", lambda turn: self._files.read(turn, key, into), Found("late")
         )
         if found.facts is not None:
             self._opened[key] = found.facts
-        if not found.reason:
-            return found.verdict or True
-        if found.reason in ("missing", "late"):
-            return ReadResult.MISSING if found.reason == "missing" else ReadResult.LATE
+        if found.verdict is not None:
+            return found.verdict
+        if found.reason == "late":
+            return ReadResult.LATE
+        if found.reason == "missing":
+            self.count("read_missing")
+            return ReadResult.MISSING
         self.count(found.reason if found.reason.startswith("corrupt_") else f"read_{found.reason}")
         self._troubles.warning("%r: a chunk cannot be read: %s", self, found.reason)
         return ReadResult.of(found.reason)
 
-    async def put(self, key: bytes, header: bytes, chunk: memoryview) -> Written:
+    async def store(self, key: bytes, chunk: memoryview, tenant: bytes) -> Written:
         if self._known.holds(key) and await self._is_there(key):
             self.count("write_present")
             return WriteResult.PRESENT
         reason = await self._asked(
-            "write", lambda turn: self._write(turn, key, header, chunk), "late"
+            "write", lambda turn: self._write(turn, key, chunk, tenant), "late"
         )
         if not reason:
             self._known.stored(key)
@@ -179,7 +174,7 @@ class FolderBackend(AsyncBackend):
             self._troubles.warning("%r: a chunk cannot be stored: %s", self, reason)
         return False
 
-    def _write(self, turn: Turn, key: bytes, header: bytes, chunk: memoryview) -> str:
+    def _write(self, turn: Turn, key: bytes, chunk: memoryview, tenant: bytes) -> str:
         """Write a chunk if there is room for it; return why not, or an empty text.
 
         It counts on the thread of the mount, where it is known whether a file came that the caller
@@ -188,7 +183,7 @@ class FolderBackend(AsyncBackend):
         room, nbytes = self._housekeeper.room, chunk.nbytes
         if not room.reserve(nbytes):
             return _REFUSED
-        if reason := self._files.write(turn, key, header, chunk):
+        if reason := self._files.write(turn, key, chunk, tenant):
             room.release(nbytes, reason)
         return reason
 

@@ -10,12 +10,13 @@ import stat
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from kvoffload.backends.asynchronous import Verdict
+from kvoffload.backends.base import ReadResult
 from kvoffload.backends.disk.chunk_file import reason_of, strangeness
 from kvoffload.backends.disk.paths import shard_of
 from kvoffload.backends.disk.vfs import Vfs
 from kvoffload.backends.folder.mount import Turn
 from kvoffload.backends.folder.places import STORE
+from kvoffload.backends.frames import Frames
 from kvoffload.backends.header import ALIGNED_BYTES, MAX_KEY_BYTES, Header, parse_header
 
 
@@ -23,12 +24,11 @@ class Found(NamedTuple):
     """What a read found."""
 
     reason: str
-    """Empty: a file whose header is read, and has to be verified if there is no verdict. Else
-    ``missing``, ``io_<ERRNO>`` or ``corrupt_<what>``."""
+    """Empty if there is a verdict; else ``missing``, ``io_<ERRNO>`` or ``corrupt_<what>``."""
     facts: os.stat_result | None = None
     """The file's facts, if it could be opened."""
-    verdict: Verdict | None = None
-    """Of a file as long as the chunk wanted, which was read whole."""
+    verdict: ReadResult | None = None
+    """Of a file that was read as far as it may be the chunk."""
 
 
 class ChunkFiles:
@@ -42,30 +42,26 @@ class ChunkFiles:
         root: the folder of all namespaces.
         folder: that of this one.
         token: names this process's temporary files.
+        frames: makes and checks headers, on the thread that moves the chunk: its core's cache has
+            the bytes.
     """
 
-    def __init__(self, vfs: Vfs, root: str, folder: str, token: str) -> None:
+    def __init__(self, vfs: Vfs, root: str, folder: str, token: str, frames: Frames) -> None:
         self._vfs = vfs
         self._root = root
         self._folder = folder
         self._token = token
+        self._frames = frames
         self._numbers = itertools.count()
 
     def path_of(self, key: bytes) -> str:
         return f"{self._folder}/{shard_of(key)}/{key.hex()}"
 
-    def read(
-        self,
-        turn: Turn,
-        key: bytes,
-        header: memoryview,
-        into: memoryview,
-        verify: Callable[[bytes, memoryview, memoryview], Verdict],
-    ) -> Found:
-        """Fill ``header`` and ``into`` with the chunk's file, and verify them."""
+    def read(self, turn: Turn, key: bytes, into: memoryview) -> Found:
+        """Fill ``into`` with the chunk of the key's file, and verify it."""
         if not is_key(key):
             return Found("missing")
-        vfs, path = self._vfs, self.path_of(key)
+        vfs, path, header = self._vfs, self.path_of(key), self._frames.blank()
         try:
             fd = vfs.open(path, os.O_RDONLY)
         except OSError as error:
@@ -79,18 +75,31 @@ class ChunkFiles:
             wanted = [header, into] if is_of_this_length else [header]
             with turn.memory():
                 moved = _whole(vfs.preadv, fd, wanted)
-                if moved == facts.st_size and is_of_this_length:
-                    return Found("", facts, verify(key, header, into))
-            if is_of_this_length:
-                return Found("corrupt_short", facts)
-            return Found(_why_of_another_length(header[:moved], facts.st_size), facts)
+                if is_of_this_length and moved < facts.st_size:
+                    return Found("corrupt_short", facts)
+                why = _why_of_another_length(header[:moved], facts.st_size)
+                if why and not is_of_this_length:
+                    return Found(why, facts)
+                return Found("", facts, self._frames.verdict(True, key, header, into))
         except OSError as error:
             return Found(reason_of(error), facts)
         finally:
             vfs.close_quietly(fd)
 
-    def write(self, turn: Turn, key: bytes, header: bytes, chunk: memoryview) -> str:
-        """Store a chunk, in place of what is there; return why that failed, or an empty text.
+    def write(self, turn: Turn, key: bytes, chunk: memoryview, tenant: bytes) -> str:
+        """Store a chunk, in place of what is there; return why that failed, or an empty text."""
+        try:
+            with turn.memory():
+                header, stored = self._frames.pack(key, chunk, tenant)
+        except OSError as error:
+            return reason_of(error)
+        try:
+            return self._write(turn, key, header, stored)
+        finally:
+            self._frames.done(stored)
+
+    def _write(self, turn: Turn, key: bytes, header: bytes, chunk: memoryview) -> str:
+        """Write a file, and give it its name.
 
         Some mounts tell of a full disk only as the file is closed: it gets its name afterwards.
         """

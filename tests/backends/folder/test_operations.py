@@ -67,18 +67,23 @@ async def test_a_store_creates_and_renames_and_a_load_opens_and_a_known_chunk_is
     assert vfs.taken() == {"lstat": 50}  # is it still there? no byte is written again
 
 
-async def test_a_chunk_is_verified_on_the_thread_that_read_it(tmp_path):
-    backend, keys, threads = open_folder(tmp_path / "share"), keys_of(9), []
-    verify = backend.verified
+async def test_the_thread_that_moves_a_chunk_computes_its_checksum(tmp_path, monkeypatch):
+    backend, keys, threads = open_folder(tmp_path / "share"), keys_of(9), Counter()
 
-    def noted(*chunk):
-        threads.append(threading.current_thread().name.rpartition("-")[0])
-        return verify(*chunk)
+    def noted(name, compute):
+        def on_thread(*chunk):
+            threads[name, threading.current_thread().name.rpartition("-")[0]] += 1
+            return compute(*chunk)
 
-    backend.verified = noted
+        monkeypatch.setattr(backend._frames, name, on_thread)
+
+    noted("pack", backend._frames.pack)
+    noted("verdict", backend._frames.verdict)
     assert await store(backend, keys) == [True] * 9
     assert await load(backend, keys) == [True] * 9
-    assert threads == ["kvoffload-folder"] * 9
+    assert threads == dict.fromkeys(
+        (("pack", "kvoffload-folder"), ("verdict", "kvoffload-folder")), 9
+    )
     await backend.close()
 
 
