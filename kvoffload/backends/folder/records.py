@@ -18,6 +18,7 @@ from kvoffload.backends.folder.places import HOSTS, LEASE, NEW, STORE, record_of
 
 VERSION = 1
 _MOST_BYTES = 1 << 20
+_TRIES = 3
 
 
 class Record(msgspec.Struct, frozen=True, kw_only=True):
@@ -148,25 +149,39 @@ class Records:
     def _read(
         self, name: str, kind: type[T], *, is_missing_ok: bool = True
     ) -> tuple[T | None, float]:
-        vfs, path = self._vfs, f"{self._root}/{name}"
         try:
-            fd = vfs.open(path, os.O_RDONLY)
+            content, mtime_ns = self._content(f"{self._root}/{name}")
         except FileNotFoundError:
             if not is_missing_ok:
                 raise
             return None, 0.0
+        age_s = self.age_s(mtime_ns)
         try:
-            facts = vfs.fstat(fd)
-            data = bytearray(min(facts.st_size, _MOST_BYTES))
-            size = vfs.preadv(fd, [data], 0)
-        finally:
-            vfs.close_quietly(fd)
-        age_s = self.age_s(facts.st_mtime_ns)
-        try:
-            record = msgspec.json.decode(data[:size], type=kind)
+            record = msgspec.json.decode(content, type=kind)
         except (msgspec.MsgspecError, RecursionError):
             return None, age_s
         return (record if record.version == VERSION else None), age_s
+
+    def _content(self, path: str, tries: int = _TRIES) -> tuple[bytearray, int]:
+        """Return the bytes and the time of a file, which another process may replace meanwhile.
+
+        On some mounts the name then leads to a file that is gone, and it is read again.
+        """
+        vfs, fd = self._vfs, -1
+        try:
+            fd = vfs.open(path, os.O_RDONLY)
+            facts = vfs.fstat(fd)
+            content = bytearray(min(facts.st_size, _MOST_BYTES))
+            del content[vfs.preadv(fd, [content], 0) :]
+            return content, facts.st_mtime_ns
+        except OSError as error:
+            is_replaced = error.errno == errno.ESTALE or (error.errno == errno.ENOENT and fd >= 0)
+            if not is_replaced or tries == 1:
+                raise
+        finally:
+            if fd >= 0:
+                vfs.close_quietly(fd)
+        return self._content(path, tries - 1)
 
     def _write(self, name: str, record: Record) -> None:
         path = f"{self._root}/{name}"

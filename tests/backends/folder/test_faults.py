@@ -2,6 +2,7 @@
 
 import asyncio
 import errno
+import itertools
 import subprocess
 import sys
 import threading
@@ -11,6 +12,8 @@ import pytest
 from folder_parts import ON_DISK, SIZE, load, open_folder, path_of, store, stored_bytes, until
 
 from kvoffload.backends.base import ReadResult
+from kvoffload.backends.folder.places import HOSTS, LEASE
+from kvoffload.backends.folder.records import LeaseRecord, Records
 from kvoffload.testing.backends import filled, keys_of, slots, wrong_bytes
 from tests.support.other_version import OTHERS, resealed
 from tests.support.vfs import FailingVfs, StuckVfs, kind_of
@@ -271,3 +274,20 @@ async def test_a_link_or_folder_in_place_of_a_chunk_is_a_miss(tmp_path):
     assert await load(backend, keys) == [False] * 2
     assert await backend.contains(keys_of(2)) == [False] * 2
     await backend.close()
+
+
+@pytest.mark.parametrize(
+    ("call", "error"),
+    [("open", errno.ESTALE), *itertools.product(["fstat", "preadv"], [errno.ESTALE, errno.ENOENT])],
+)
+def test_a_record_that_is_replaced_while_it_is_read_is_read_again(tmp_path, call, error):
+    """GlusterFS and NFS answer so: a name then leads to a file that is gone."""
+    (tmp_path / HOSTS).mkdir()
+    vfs = FailingVfs(1, error, when=lambda name, path: name == call and path.endswith(LEASE))
+    records = Records(vfs, str(tmp_path), "token")
+    lease = LeaseRecord(
+        holder="token", host="h", capacity_bytes=1, resident_bytes=1, newcomer_bytes=1, counted={},
+        limits={},
+    )  # fmt: skip
+    records.write_lease(lease)
+    assert records.lease()[0] == lease
