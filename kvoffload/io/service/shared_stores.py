@@ -59,6 +59,8 @@ class SharedStores:
         self._memory = memory
         self.backends = backends
         """Those of stores that are opened from now on."""
+        self._last: dict[tuple[str, str], int] = {}
+        """Bytes of each backend, as they were when a store of it was last open."""
         self._shared: dict[str, asyncio.Task[SharedStore]] = {}
         self._opening = Counter[str]()
         """Namespace → sessions that wait for its store."""
@@ -167,7 +169,7 @@ class SharedStores:
         memory = self._memory
         yield RESIDENT_BYTES, (MEMORY,), memory.resident_bytes
         yield CAPACITY_BYTES, (MEMORY,), memory.capacity_bytes
-        events, resident, limits = Counter[tuple[str, str]](), Counter[str](), dict[str, int]()
+        events, now = Counter[tuple[str, str]](), Counter[tuple[str, str]]()
         for opening in self._shared.values():
             if opening.done() and not opening.cancelled() and opening.exception() is None:
                 for name, layer in opening.result().store.observed():
@@ -175,12 +177,14 @@ class SharedStores:
                     if name != MEMORY:  # a root tells of all its namespaces together
                         used = layer.usage()
                         if used.resident_bytes is not None:
-                            resident[name] = max(resident[name], used.resident_bytes)
+                            resident = RESIDENT_BYTES, name
+                            now[resident] = max(now[resident], used.resident_bytes)
                         if used.capacity_bytes is not None:
-                            limits[name] = used.capacity_bytes
-        for metric, values in ((RESIDENT_BYTES, resident), (CAPACITY_BYTES, limits)):
-            for name, value in values.items():
-                yield metric, (name,), value
+                            now[CAPACITY_BYTES, name] = used.capacity_bytes
+        names = {tier.name for tier in self.backends}
+        self._last = {of: n for of, n in (self._last | now).items() if of[1] in names}
+        for (metric, name), value in self._last.items():
+            yield metric, (name,), value
         for labels, count in events.items():
             yield TIER_EVENTS, labels, count
 

@@ -12,6 +12,7 @@ from kvoffload.io.service.host_memory import HostMemory
 from kvoffload.io.service.host_store import HostStore
 from kvoffload.io.service.layered_store import layered
 from kvoffload.io.service.shared_stores import SharedStore, SharedStores
+from kvoffload.metrics.names import CAPACITY_BYTES, RESIDENT_BYTES
 from kvoffload.policies.lru import LRUPolicy
 from kvoffload.policies.told_return import ToldReturn
 from kvoffload.registry import open_admin
@@ -189,3 +190,22 @@ async def test_a_session_that_ends_while_its_store_opens_leaves_nothing_open():
     await asyncio.sleep(0.01)
     assert not stores._shared
     await stores.close()
+
+
+async def test_a_backend_has_its_figures_as_long_as_it_is_a_setting(tmp_path):
+    disk = TierSettings("disk", "disk", {"root": str(tmp_path / "kv"), "min_free": 0}, "")
+    stores, keys = new_stores(4, disk), keys_of(2)
+    view = await opened(stores)
+    assert await view.write(keys, filled(keys)) == [True, True]
+
+    def told():
+        samples = ((metric, *labels, value) for metric, labels, value in stores.samples())
+        return {sample for sample in samples if sample[0] in (RESIDENT_BYTES, CAPACITY_BYTES)}
+
+    before = told()
+    assert {name for _, name, _ in before} == {"memory", "disk"}
+    await view.close()
+    await stores.close()
+    assert told() == before
+    stores.backends = ()
+    assert {name for _, name, _ in told()} == {"memory"}
