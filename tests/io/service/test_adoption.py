@@ -221,6 +221,22 @@ def manager(tmp_path):
     manager.close()
 
 
+@pytest.fixture
+def new_client(tmp_path):
+    """Start clients of the server in this folder, which end with the test."""
+    made = []
+
+    def make(seed, point=""):
+        made.append(ClientProcess(str(tmp_path / "s"), seed, point))
+        return made[-1]
+
+    yield make
+    for client in made:
+        client.process.kill()
+        client.process.wait()
+        client.process.stdout.close()
+
+
 @pytest.mark.parametrize("lend", [False, True])
 @pytest.mark.parametrize("how", ["kill", "stop"])
 def test_a_prompt_is_a_hit_on_the_next_server(tmp_path, manager, attach, lend, how):
@@ -262,11 +278,11 @@ def test_another_size_begins_empty_and_the_manager_keeps_the_new_memory(
 
 
 def test_a_stopped_engine_keeps_what_it_has_on_loan_from_the_server_before(
-    tmp_path, manager, attach, until
+    tmp_path, manager, attach, new_client, until
 ):
     server = HostServer(tmp_path, manager, memory="1MiB", policy="lru", lend=True)
     try:
-        client = ClientProcess(server.path, 1, "held")
+        client = new_client(1, "held")
         client.await_loan()
         os.kill(client.process.pid, signal.SIGSTOP)
         server.kill()
@@ -282,6 +298,10 @@ def test_a_stopped_engine_keeps_what_it_has_on_loan_from_the_server_before(
         server.kill()
 
 
+def num_descriptors(server):
+    return len(list(Path(f"/proc/{server.process.pid}/fd").iterdir()))
+
+
 def engine_count(server):
     """Engines that are attached to a server since its start."""
     return server.log.rpartition("engines may attach")[2].count("is attached")
@@ -290,13 +310,14 @@ def engine_count(server):
 @pytest.mark.parametrize("lend", [False, True])
 @pytest.mark.parametrize("kills", [3, pytest.param(300, marks=pytest.mark.chaos)])
 def test_servers_killed_at_any_time_leave_a_warm_memory(
-    tmp_path, manager, attach, until, kills, lend
+    tmp_path, manager, attach, new_client, until, kills, lend
 ):
     """Clients store and load all the time, in a memory that has no room for all they store."""
-    rng, fds = random.Random(kills), []
+    rng = random.Random(kills)
     server = HostServer(tmp_path, manager, memory="2MiB", lend=lend)
     try:
-        clients = [ClientProcess(server.path, seed) for seed in range(2)]
+        before = num_descriptors(server)
+        clients = [new_client(seed) for seed in range(2)]
         for i in range(kills):
             if i % 3 == 2:  # else it is killed while it starts, or engines attach
                 until(lambda: engine_count(server) == 2)
@@ -304,7 +325,6 @@ def test_servers_killed_at_any_time_leave_a_warm_memory(
             time.sleep(rng.uniform(0, 0.3))
             server.kill()
             server.start()
-            fds.append(len(list(Path(f"/proc/{server.process.pid}/fd").iterdir())))
         engine = attach(server.path)
         engine.store("p")
         engine.await_hits("p")
@@ -312,10 +332,12 @@ def test_servers_killed_at_any_time_leave_a_warm_memory(
             assert client.process.poll() is None
             assert client.kill() == "", "wrong bytes"
         adopted = list(map(int, re.findall(r"(\d+) chunks of the server before", server.log)))
-        assert len(adopted) == kills
-        assert adopted[-1] > 100
-        assert all(now >= before - 40 for before, now in pairwise(adopted))
-        assert fds[-1] <= fds[0] + 8  # those of the two clients, attached or not yet
+        assert len(adopted) >= kills // 2  # the rest was killed before it said so
+        assert "cannot be adopted" not in server.log
+        assert adopted[-1] > 64
+        # Two stores of 16 chunks, which have made room, may be lost.
+        assert all(now >= last - 32 for last, now in pairwise(adopted))
+        until(lambda: num_descriptors(server) <= before + 12)  # of the one engine that is left
         assert len(manager.kept) == 1
         assert "Traceback" not in server.log
     finally:
@@ -333,13 +355,13 @@ def kill_point(tmp_path, monkeypatch):
 @pytest.mark.parametrize("rounds", [1, pytest.param(20, marks=pytest.mark.chaos)])
 @pytest.mark.parametrize("point", kill_points.MEMORY_POINTS)
 def test_servers_killed_at_a_named_point_leave_a_warm_memory(
-    tmp_path, manager, until, kill_point, point, rounds
+    tmp_path, manager, new_client, until, kill_point, point, rounds
 ):
     server = HostServer(tmp_path, manager, memory="2MiB", lend=True)
     try:
-        clients = [ClientProcess(server.path, seed) for seed in range(2)]
+        clients = [new_client(seed) for seed in range(2)]
         for i in range(rounds):
-            kill_point.arm(point, nth=1 + 7 * i)
+            kill_point.arm(point, nth=1 + 3 * i)
             until(lambda: kill_point.killed_s)
             server.process.wait(30)
             server.start()
