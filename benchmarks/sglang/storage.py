@@ -184,9 +184,6 @@ def make_stores(pool: Pool, folder: Path, limit: int | None, wanted: list[str]) 
         "kvoffload": lambda: Ours(pool, folder / "process", "process", **bound),
         "direct": lambda: Ours(pool, folder / "direct", "process", io="direct", **bound),
         "buffered": lambda: Ours(pool, folder / "buffered", "process", io="buffered", **bound),
-        "segments": lambda: Ours(
-            pool, folder / "segments", "process", small_chunks="segments", **bound
-        ),
         "thread": lambda: Ours(pool, folder / "thread", "thread", **bound),
     }
     return {name: made[name]() for name in wanted}

@@ -149,7 +149,7 @@ def wait_for_disk(root: Path, quiet_s: float = 2.0) -> None:
     """Wait until nothing more is written."""
     seen, since = -1, time.monotonic()
     while time.monotonic() - since < quiet_s:
-        now = sum(1 for _ in root.glob("*/??/*"))
+        now = sum(path.stat().st_blocks for path in root.glob("*/*/*"))
         if now != seen:
             seen, since = now, time.monotonic()
         time.sleep(0.1)

@@ -144,7 +144,7 @@ def main() -> None:
     def workers(call: Callable[..., Any], *args: Any) -> Any:
         """Call a function in the workers, below the engine.
 
-        After a call of the engine that is not known, its weights may differ: all chunks are forgotten.
+        A call of the engine may change its weights, so all chunks would be forgotten.
         """
         return engine.engine_core.engine_core.model_executor.collective_rpc(call, args=args)
 

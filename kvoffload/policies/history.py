@@ -69,12 +69,14 @@ class RotatingBloomFilter:
 
     def clear(self) -> None:
         self._noted = 0
+        self._is_empty = True
         self._young = array("Q", [0]) * self._words
         self._old, self._next = self._young[:], self._young[:]
 
     def note(self, checksums: Sequence[int], times: int) -> None:
         """Remember that the keys with these checksums had been seen 1, 2 or 3 (or more) times."""
         masks, words, most, noted = _MASKS[times - 1], self._words, self._keys, self._noted
+        self._is_empty = False
         young, following = self._young, self._next
         for checksum in checksums:
             high, at = divmod(checksum, words)
@@ -103,6 +105,8 @@ class RotatingBloomFilter:
         """Return for each key how often it had been seen; most are unknown, and cost the least."""
         words, young, old, masks = self._words, self._young, self._old, _MASKS[0]
         seen = [0] * len(checksums)
+        if self._is_empty:  # as after a start, when all chunks of a store are added
+            return seen
         for i, checksum in enumerate(checksums):
             at, bits = checksum % words, masks[checksum // words & 4095]
             if young[at] & bits == bits or old[at] & bits == bits:

@@ -32,10 +32,17 @@ def encryption(key_file):
     return {"key_file": key_file()}
 
 
+@pytest.fixture
+def as_files(monkeypatch):
+    """Small chunks are files, as where no part of a file can be freed."""
+    probe = "kvoffload.backends.disk.store.probe_holes"
+    monkeypatch.setattr(probe, lambda vfs, scratch: "a test wants files")
+
+
 @pytest.fixture(params=["files", "segments"])
 def form(request, monkeypatch):
     """The form of the chunks that `disk_parts.open_disk` stores: a test runs with each."""
-    monkeypatch.setitem(disk_parts.DEFAULTS, "small_chunks", request.param)
+    monkeypatch.setitem(disk_parts.DEFAULTS, "form", request.param)
     return request.param
 
 

@@ -4,7 +4,6 @@ import ctypes
 import os
 import threading
 import time
-from pathlib import Path
 
 import pytest
 
@@ -17,6 +16,7 @@ from kvoffload.errors import ConfigError
 from kvoffload.metrics.names import METRICS
 from kvoffload.metrics.samples import BUCKETS_S
 from kvoffload.testing import Plan
+from tests.support.disk_chunks import stored_in
 from tests.support.planned_store import Process, installed
 
 PART = 1000
@@ -48,11 +48,6 @@ class Pool:
         return [b"".join(ctypes.string_at(*part) for part in self.page(i)) for i in numbers]
 
 
-def pages_in(folder):
-    """Count the pages in a folder whose subfolders may be removed meanwhile."""
-    return sum(len(files) for where, _, files in os.walk(folder) if len(Path(where).name) == 2)
-
-
 @pytest.fixture
 def pool():
     return Pool()
@@ -81,12 +76,6 @@ def keys(count, start=0):
 
 def disk(root, **more):
     return {"type": "disk", "root": str(root), "capacity": "64MiB", "min_free": 0, **more}
-
-
-def chunks_under(root):
-    """List the files of chunks, also while folders are being removed."""
-    return [name for folder, _, names in os.walk(root) if len(Path(folder).name) == 2
-            for name in names]  # fmt: skip
 
 
 def test_a_store_job_takes_a_bounded_number_of_bytes(pool, opened, tmp_path, monkeypatch):
@@ -142,7 +131,7 @@ def test_pages_come_back_whole_in_a_new_store(pool, opened, tmp_path, form, unti
     assert first.num_leading(keys(20)) == 0
     assert first.save(keys(20), pool.pages(source)) == [True] * 20
     until(lambda: first.num_leading(keys(21)) == 20)
-    assert sum(1 for _ in tmp_path.glob("*/??/*")) == 20  # a page is one file
+    assert len(stored_in(tmp_path)) == 20  # a page is one chunk
     first.close()
     again = opened(disk(tmp_path), io=form)
     until(lambda: again.num_leading(keys(21)) == 20)
@@ -182,8 +171,8 @@ def test_a_scrape_tells_faults_by_their_reasons(pool, opened, tmp_path, until):
     store = opened(disk(tmp_path))
     store.save(keys(4), pool.pages(range(4)))
     until(lambda: store.num_leading(keys(4)) == 4)
-    for file in tmp_path.glob("*/??/*"):
-        file.unlink()
+    for chunk in stored_in(tmp_path):
+        chunk.wipe()
     assert store.load(keys(4), pool.pages(range(30, 34))) == [False] * 4
     store.bar()
     store.load(keys(4), pool.pages(range(30, 34)))
@@ -237,8 +226,8 @@ def test_what_one_tier_lost_the_next_one_serves(pool, opened, tmp_path, until):
     both = opened(disk(tmp_path / "a"), disk(tmp_path / "b"))
     assert all(both.save(keys(6), pool.pages(range(6))))
     until(lambda: both.num_leading(keys(6)) == 6)
-    for file in list((tmp_path / "a").glob("*/??/*"))[:3]:
-        file.unlink()
+    for chunk in stored_in(tmp_path / "a")[:3]:
+        chunk.wipe()
     assert both.load(keys(6), pool.pages(range(10, 16))) == [True] * 6
     assert pool.read(range(10, 16)) == pool.read(range(6))
     assert both.figures.by_event()["load_missing"] == 3
@@ -249,10 +238,8 @@ def test_a_damaged_page_is_a_miss_and_is_stored_again(pool, opened, tmp_path, un
     store = opened(disk(tmp_path))
     assert all(store.save(keys(4), pool.pages(range(4))))
     until(lambda: store.num_leading(keys(4)) == 4)
-    for file in tmp_path.glob("*/??/*"):
-        with open(file, "r+b") as damaged:
-            damaged.seek(-1, 2)
-            damaged.write(b"?")
+    for chunk in stored_in(tmp_path):
+        chunk.flip(-1)
     assert store.load(keys(4), pool.pages(range(10, 14))) == [False] * 4
     assert store.num_leading(keys(4)) == 0
     assert all(store.save(keys(4), pool.pages(range(4))))
@@ -319,7 +306,7 @@ def test_a_cleared_store_serves_nothing_and_takes_pages_again(pool, opened, tmp_
     store = opened(disk(tmp_path))
     assert all(store.save(keys(4), pool.pages(range(4))))
     store.clear()
-    assert not chunks_under(tmp_path)
+    assert not stored_in(tmp_path)
     assert not any(store.present(keys(4), 4))
     assert all(store.save(keys(4), pool.pages(range(4))))
     until(lambda: store.num_leading(keys(4)) == 4)
@@ -366,7 +353,7 @@ def test_new_weights_find_nothing_of_before_and_a_restart_nothing_of_theirs(
         pool.fill(range(8), seed=name)
         assert all(store.save(keys(8), pool.pages(range(8))))
         until(lambda: store.num_leading(keys(8)) == 8)
-    until(lambda: pages_in(tmp_path) == 12)  # nothing of "1" is left
+    until(lambda: len(stored_in(tmp_path)) == 12)  # nothing of "1" is left
     store.close()
     again = opened(disk(tmp_path))
     until(lambda: again.num_leading(keys(4)) == 4)
@@ -397,7 +384,7 @@ def test_pages_in_flight_when_weights_change_are_neither_stored_nor_loaded(
     else:
         assert store.save(keys(8), pool.pages(range(8))) == [False] * 8
         assert store.figures.by_event()["store_barred"] == 8
-        assert not chunks_under(tmp_path)
+        assert not stored_in(tmp_path)
     assert all(store.save(keys(8, 8), pool.pages(range(8))))  # no slot is lost
 
 

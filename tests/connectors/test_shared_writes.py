@@ -22,6 +22,7 @@ from kvoffload.messages import (
     make_offload_key,
 )
 from tests.support import redis_server
+from tests.support.disk_chunks import stored_in
 from tests.support.redis_engine import PATIENT
 
 PAGE = 4096
@@ -87,18 +88,17 @@ def ranks():
         rank.spec.close()
 
 
-@pytest.mark.parametrize(("number", "form"), [(2, "files"), (3, "files"), (8, "segments")])
-def test_a_disk_has_one_copy_and_every_rank_loads_it_at_once(ranks, tmp_path, number, form):
-    options = {"root": str(tmp_path), "min_free": 0, "small_chunks": form}
+@pytest.mark.parametrize("number", [2, 3, 8])
+def test_a_disk_has_one_copy_and_every_rank_loads_it_at_once(ranks, tmp_path, number):
+    options = {"root": str(tmp_path), "min_free": 0}
     mine = ranks(number, {"type": "disk", "options": options})
     writers = Counter(sum(rank.writes.writes(key) for rank in mine) for key in KEYS)
     assert writers == {1: NUM}
     for rank in mine:
         assert rank.store("disk") == [True] * NUM
-    if form == "files":
-        files = list(tmp_path.glob("*/??/*"))
-        assert sorted(file.name for file in files) == sorted(key.hex() for key in KEYS)
-        assert len({file.parent.parent for file in files}) == 1
+    found = stored_in(tmp_path)
+    assert sorted(chunk.key for chunk in found) == sorted(KEYS)
+    assert len({chunk.namespace for chunk in found}) == 1
     # No rank waits until a scan of the folder has shown it what the other ranks wrote.
     assert all(rank.load("disk") for rank in mine)
 

@@ -38,13 +38,12 @@ def salted(new_request):
 
 
 FORMS = {
-    "files": {"type": "disk", "min_free": 0},
-    "segments": {"type": "disk", "min_free": 0, "small_chunks": "segments"},
+    "disk": {"type": "disk", "min_free": 0},
     "folder": {"type": "folder", "capacity": "64MiB", "trust_parent_folders": True},
 }
 
 
-@pytest.fixture(params=["files", "encrypted files", "encrypted segments", "folder"])
+@pytest.fixture(params=["disk", "encrypted disk", "folder"])
 def tier(request, tmp_path):
     """The settings of a tier, and the words with which a command opens it."""
     *encrypted, form = request.param.split()
@@ -91,13 +90,12 @@ def test_no_salt_is_in_the_store(connect, salted, tier, tmp_path):
     connector = connect(tier[0], tenants=True)
     store(connector, salted("one"))
     connector.close()
-    assert list((tmp_path / "kv").rglob("*.slots")) or "segments" not in str(tier[0])
     content = b"".join(path.read_bytes() for path in (tmp_path / "kv").rglob("*") if path.is_file())
     assert b"salt of A" not in content
     assert tenant_id("salt of A") not in content
 
 
-@pytest.mark.parametrize("tier", ["files"], indirect=True)
+@pytest.mark.parametrize("tier", ["disk"], indirect=True)
 def test_a_salt_is_read_from_the_input_and_an_empty_one_refused(tmp_path, connect, salted, tier):
     settings, words = tier
     connector = connect(settings, tenants=True)

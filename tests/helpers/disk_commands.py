@@ -13,6 +13,8 @@ import time
 from typing import NamedTuple
 from unittest import mock
 
+from disk_parts import in_form
+
 from kvoffload import open_backend
 from kvoffload.cli.main import main
 from kvoffload.testing.backends import filled, keys_of
@@ -115,7 +117,7 @@ def answered(*words, code=0, run=kvoffload):
 def open_disk(root, namespace):
     backend = open_backend("disk", {"root": str(root), "capacity": "64MiB"}, namespace)
     assert backend.wait_ready(60)
-    return backend
+    return in_form(backend, "files")
 
 
 def files_of(root):

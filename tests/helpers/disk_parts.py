@@ -13,13 +13,22 @@ SIZE = 60 * 1024
 ON_DISK = 64 * 1024
 
 
-DEFAULTS = {"capacity": ByteSize(64 << 20), "min_free": ByteSize(0)}
+DEFAULTS = {"capacity": ByteSize(64 << 20), "min_free": ByteSize(0), "form": "files"}
 
 
 def open_disk(root, namespace="disk", vfs=None, **settings):
     settings = DEFAULTS | settings
+    form = settings.pop("form")
     backend = DiskBackend(DiskOptions(root=str(root), **settings), namespace, vfs=vfs)
+    if form == "files":
+        in_form(backend, form)
     assert backend.wait_ready(60)
+    return backend
+
+
+def in_form(backend, form):
+    """Let a backend store small chunks in slots, or as files as if no part of one can be freed."""
+    backend._store.why_no_slots = "a test wants files" if form == "files" else None
     return backend
 
 

@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+from disk_parts import in_form
+
 from kvoffload import open_backend
 from kvoffload.backends.object.bucket import Bucket
 from kvoffload.backends.object.naming import parse_chunk
@@ -46,5 +48,5 @@ class StoredObjects:
 def opened(place, **settings):
     """Open the tier of a place, ready to be used."""
     backend = open_backend(place.type, {**place.settings, **settings}, "one")
-    assert place.type != "disk" or backend.wait_ready(60)
+    assert place.type != "disk" or in_form(backend, "files").wait_ready(60)
     return backend

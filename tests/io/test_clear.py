@@ -8,6 +8,7 @@ import pytest
 from kvoffload.errors import ConfigError
 from kvoffload.testing.backends import keys_of
 from kvoffload.testing.faults import Plan
+from tests.support.disk_chunks import stored_in
 from tests.support.planned_store import Process
 
 KEYS = keys_of(4)
@@ -19,7 +20,7 @@ def clear(client, timeout_s=20.0):
 
 
 def files(root):
-    return [path.name for path in root.glob("*/??/*")]
+    return [chunk.key.hex() for chunk in stored_in(root)]
 
 
 @pytest.fixture

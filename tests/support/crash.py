@@ -208,9 +208,10 @@ async def _life(
         write_threads=rng.choice((1, 2, 3)),
         policy=rng.choice(POLICIES_TRIED),
         quarantine=rng.choice((0, 3)),
-        small_chunks=rng.choice(("files", "segments")),
     )
     backend = DiskBackend(options, NAMESPACE, vfs=vfs)
+    if rng.random() < 0.5:
+        backend._store.why_no_slots = "this life stores files"
     for seal in SEALS:
         backend.encrypt_with(seal)
     await asyncio.to_thread(backend.wait_ready, 20)

@@ -10,6 +10,7 @@ from kvoffload.connectors.local import LocalConnector
 from kvoffload.demo import Engine, SamplingParams
 from kvoffload.demo.offloading import NoOffloading
 from tests.support.block_checks import check_manager
+from tests.support.disk_chunks import stored_in
 
 MAX_LEN = 96
 PATIENCE_S = 60.0
@@ -217,29 +218,25 @@ def same_outputs(results, expected):
     assert len(results) == len(expected)
 
 
-def chunk_files(root):
-    return sorted(p for p in root.glob("*/??/*") if p.parent.parent.name[0] != ".")
-
-
 def damage(draw, root):
     """Now and then, do to some stored chunk what a disk, an operator or another program may do."""
-    files = chunk_files(root) if draw.random() < 0.25 else []
-    if not files:
+    chunks = stored_in(root) if draw.random() < 0.25 else []
+    if not chunks:
         return
-    file, other = draw.choice(files), draw.choice(files)
+    chunk, other = draw.choice(chunks), draw.choice(chunks)
     kind = draw.randrange(5)
     try:
-        data = bytearray(file.read_bytes()) or bytearray(1)
+        data = bytearray(chunk.content()) or bytearray(1)
         if kind == 0:
-            file.unlink()
+            chunk.wipe()
         elif kind == 1:
-            file.write_bytes(data[: draw.randrange(len(data))])
+            chunk.cut(draw.randrange(len(data)))
         elif kind == 2:
             data[draw.randrange(len(data))] ^= 1 << draw.randrange(8)
-            file.write_bytes(data)
+            chunk.overwrite(0, data)
         elif kind == 3:
-            file.write_bytes(other.read_bytes())
+            chunk.overwrite(0, other.content())
         else:
-            file.write_bytes(b"")
+            chunk.cut(0)
     except FileNotFoundError:
         pass  # the engine was quicker

@@ -2,11 +2,12 @@
 
 This module is the asynchronous face. ``store`` keeps the chunks, in one of two ``chunk_forms``.
 ``files`` has one each: ``paths`` and ``shards`` name them, and ``chunk_file`` reads and writes one.
-``slots`` has many small chunks in a ``segment``; ``chunk_slot`` reads and writes one. Of both,
-``page_cache`` asks the kernel what it has, and ``cache_room`` judges whether stores may fill it.
-``index`` knows which exist, ``space`` makes room, and a ``reservation`` has that of a job. ``root``
-opens the folder, whose processes share ``quota``, ``locks`` and ``limits``. ``housekeeper`` works
-in the background; its ``scanner`` compares the index with the folders.
+``slots`` has many small chunks in a ``segment``; ``segments`` knows which chunk is where, and
+``chunk_slot`` reads and writes one. Of both, ``page_cache`` asks the kernel what it has, and
+``cache_room`` judges whether stores may fill it. ``index`` knows which exist, ``space`` makes room,
+and a ``reservation`` has that of a job. ``root`` opens the folder, whose processes share ``quota``,
+``locks`` and ``limits``. ``housekeeper`` works in the background; its ``scanner`` compares the
+index with the folders.
 """
 
 import asyncio
@@ -73,6 +74,7 @@ class DiskBackend(ThreadPoolBackend):
             self._place = os.path.realpath(self._store.path)  # here, where it may block
             self.io_mode, self.io_reason = self._store.io_mode, self._store.io_reason
             self.room = self._store.room
+            self.why_no_slots = self._store.why_no_slots
             self._housekeeper = Housekeeper(self._store)
             undo.callback(self._housekeeper.wait)
             undo.callback(self._housekeeper.stop)
@@ -126,7 +128,7 @@ class DiskBackend(ThreadPoolBackend):
 
     def _leave_in_child(self) -> None:
         """Use nothing: a forked child has neither the threads nor the locks."""
-        self._store.slots.disown()
+        self._store.segments.disown()
         self.disown()
 
     def _close_late(self) -> None:

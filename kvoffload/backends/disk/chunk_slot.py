@@ -1,6 +1,7 @@
 """One chunk in a slot of a segment: read and verified in the caller's memory, written from it."""
 
 import contextlib
+import os
 
 from kvoffload.backends.disk.chunk_file import (
     PAGE,
@@ -10,6 +11,7 @@ from kvoffload.backends.disk.chunk_file import (
     reason_of,
 )
 from kvoffload.backends.disk.segment import Segment
+from kvoffload.backends.disk.vfs import Vfs
 from kvoffload.backends.header import OTHER_KEY, Header, counted_as, mismatch, parse_header
 from kvoffload.backends.seals import Seal, begin_check
 
@@ -38,6 +40,23 @@ def fault_of(
         elif not running.is_whole():
             reason = "payload"
     return None if reason is None else counted_as(reason)
+
+
+def probe_holes(vfs: Vfs, scratch: str) -> str | None:
+    """Try whether the file system frees a part of a file; return why not, or None."""
+    try:
+        fd = vfs.open(scratch, os.O_RDWR | os.O_CREAT)
+        try:
+            vfs.pwritev(fd, [bytes(PAGE), bytes(PAGE)], 0)
+            before = vfs.fstat(fd).st_blocks
+            vfs.punch(fd, 0, PAGE)
+            # With larger blocks than a page, or no holes at all, it only writes zeros.
+            return None if vfs.fstat(fd).st_blocks < before else "their room stays"
+        finally:
+            vfs.close_quietly(fd)
+            vfs.unlink_quietly(scratch)
+    except OSError as error:
+        return error.strerror or str(error)
 
 
 class ChunkSlots:

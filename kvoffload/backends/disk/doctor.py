@@ -18,6 +18,7 @@ import msgspec
 from kvoffload.backends.admin import SLOW_BYTES_PER_S, Finding, first_of, measure
 from kvoffload.backends.blocking_pool import run_once
 from kvoffload.backends.disk import limits as disk_limits
+from kvoffload.backends.disk import locks
 from kvoffload.backends.disk.inspector import DiskInspector
 from kvoffload.backends.disk.limits import SETTINGS, Limits
 from kvoffload.backends.disk.options import DiskOptions
@@ -211,7 +212,10 @@ def _sharing(found: DiskInspector | None) -> Finding:
 
 
 async def _measured(root: str, given: Mapping[str, Any]) -> list[Finding]:
-    """Measure I/O mode and speed of a store in a sub-folder."""
+    """Measure I/O mode, form of small chunks and speed of a store in a sub-folder."""
+    has_older = False
+    with contextlib.suppress(FileNotFoundError):  # a new root
+        has_older = await run_once(locks.has_older, Vfs(), root)
     scratch = f"{root}/{SCRATCH}{os.getpid()}-{secrets.token_hex(4)}"
     settings = {name: given[name] for name in _ENGINE_SETTINGS if name in given}
     settings |= {"root": scratch, "capacity": _SCRATCH_BYTES, "min_free": 0}
@@ -225,6 +229,7 @@ async def _measured(root: str, given: Mapping[str, Any]) -> list[Finding]:
         if backend is not None:
             await backend.close()
         shutil.rmtree(scratch, ignore_errors=True)
+    why_files = getattr(backend, "why_no_slots", "unknown")
     mode, reason = getattr(backend, "io_mode", "unknown"), getattr(backend, "io_reason", None)
     room = getattr(backend, "room", None)
     (refused, stored_per_s), (missed, loaded_per_s) = measured
@@ -236,6 +241,15 @@ async def _measured(root: str, given: Mapping[str, Any]) -> list[Finding]:
              "nothing, if the page cache may be used; otherwise another file system"),
             (room, "ok", f"{mode}: loads take what the page cache has; {room}", ""),
             (True, "ok", mode, ""),
+        ),
+        first_of(
+            "small chunks",
+            (why_files, "warning",
+             f"a file each: parts of a file cannot be freed here ({why_files})",
+             "nothing, if chunks have more than 256 KiB; otherwise another file system"),
+            (has_older, "warning", "a file each, while an engine of an older version has it open",
+             "stop that engine: it neither counts nor evicts chunks in slots"),
+            (True, "ok", "in slots of segments: parts of a file can be freed here", ""),
         ),
         first_of(
             "throughput",

@@ -125,6 +125,8 @@ class Housekeeper:
 
     def _say_whose(self) -> None:
         """Log what the root holds that this engine does not use, as after an upgrade."""
+        if self._store.root.evictor.held and len(self._store.namespaces) == 1:
+            return
         own_bytes = self._store.index.own_bytes()
         other_bytes = self._store.root.quota.resident_bytes - own_bytes
         if other_bytes > 0:
@@ -164,7 +166,7 @@ class Housekeeper:
             self._repairs = root.repairs
             self._recount_now()
         root.clean_up()
-        store.slots.clean_up()
+        store.segments.clean_up()
         if root.other_writers != self._others:
             # Alone, the next scan may be a minute away; and what the last of them stored is there.
             self._others, self._scan_at = root.other_writers, 0.0

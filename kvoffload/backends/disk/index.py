@@ -6,7 +6,7 @@ namespace under the root. The index may be wrong: each load verifies what it fin
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 
 from kvoffload.backends.changes import ChangedKeys
@@ -106,6 +106,11 @@ class Index:
         """Whether any known chunk can be evicted."""
         return self._order is not None and len(self._order) > 0
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether all known chunks are in the order: none is being evicted, or undeletable."""
+        return len(self._sizes) == (0 if self._order is None else len(self._order))
+
     def begin_scan(self) -> None:
         """Ignore files that leave during the scan although the scan has seen them."""
         with self._lock:
@@ -145,14 +150,21 @@ class Index:
             self._put(name, allocated_bytes)
             self._note(name)
 
-    def found(self, sizes: Iterable[tuple[Name, int]]) -> None:
-        """Add files that a scan found, the least recently used first."""
-        for name, allocated_bytes in self._under_lock(sizes):
-            if self._dropped is None or name not in self._dropped:
-                is_new = name not in self._sizes
-                self._put(name, allocated_bytes)
-                if is_new:
-                    self._note(name)
+    def found(self, sizes: Iterable[tuple[Name, int]], *, again: bool = True) -> None:
+        """Add chunks that a scan found, the least recently used first.
+
+        ``again``: known ones move behind those that were named before; else they stay.
+        """
+        remaining = iter(sizes)
+        while part := dict(islice(remaining, _SLICE)):
+            with self._lock:
+                if self._dropped:
+                    part = {name: part[name] for name in part if name not in self._dropped}
+                new = [name for name in part if name not in self._sizes]
+                self._put_all(part if again else {name: part[name] for name in new}, new)
+                if self._changes.is_read:
+                    for name in new:
+                        self._note(name)
 
     def measured(self, sizes: Iterable[tuple[Name, int]]) -> None:
         """Correct the sizes of known files, and make undeletable ones evictable again."""
@@ -333,26 +345,47 @@ class Index:
         if self._order is not None and name not in self._order:
             self._order.add((name,))
 
+    def _put_all(self, sizes: Mapping[Name, int], new: Sequence[Name]) -> None:
+        """Make names known and evictable, those of ``new`` for the first time."""
+        if not sizes:
+            return
+        try:
+            order = self._order_for(next(iter(sizes.values())))
+            if len(new) < len(sizes):
+                order.remove([name for name in sizes if name in order])
+            order.add([*sizes])
+        except Exception:  # one by one, for the sake of all but one
+            for name, allocated_bytes in sizes.items():
+                self._put(name, allocated_bytes)
+            return
+        for name in sizes.keys() & self._sizes.keys() if len(new) < len(sizes) else ():
+            del self._sizes[name]
+        self._sizes.update(sizes)
+
     def _put(self, name: Name, allocated_bytes: int) -> None:
         """Make a name known and evictable; unknown if that raises, as it could never be evicted."""
         self._sizes[name] = allocated_bytes
         self._sizes.move_to_end(name)
         try:
-            if self._order is None:
-                # A policy takes its capacity in entries, estimated from the size of the first file.
-                entries = self._capacity_bytes // max(_LEAST_BYTES, allocated_bytes)
-                self._entries = max(1, entries)
-                policy = self._make_policy(self._entries)
-                if self._tenants is not None:
-                    self._tenants.limit(self._entries)
-                    policy = TenantOrder(policy, self._tenants)
-                self._order = KeptOrder(policy, self._spared)
+            order = self._order_for(allocated_bytes)
             # Remove first: a second add would count as a use with some policies.
-            if name in self._order:
-                self._order.remove((name,))
-            self._order.add((name,))
+            if name in order:
+                order.remove((name,))
+            order.add((name,))
         except BaseException:
             self._sizes.pop(name, None)
             self._forget_tenant(name)
             self._note(name)
             raise
+
+    def _order_for(self, allocated_bytes: int) -> KeptOrder:
+        """Return the order; the first chunk, of so many bytes, makes it."""
+        if self._order is None:
+            # A policy takes its capacity in entries, estimated from the size of the first file.
+            self._entries = max(1, self._capacity_bytes // max(_LEAST_BYTES, allocated_bytes))
+            policy = self._make_policy(self._entries)
+            if self._tenants is not None:
+                self._tenants.limit(self._entries)
+                policy = TenantOrder(policy, self._tenants)
+            self._order = KeptOrder(policy, self._spared)
+        return self._order

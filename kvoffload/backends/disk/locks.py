@@ -24,6 +24,8 @@ _UNCOUNTED = "small-"
 _NEW_S = 60
 """Longer than any process takes from making its folder to locking it."""
 _PAUSE_S = 0.001
+_KNOWS_SLOTS = b"slots\n"
+"""In the lock file of each writer that counts chunks in slots; 0.1 leaves it empty."""
 
 
 def open_locked(vfs: Vfs, path: str, flags: int, kind: int) -> int:
@@ -74,6 +76,7 @@ class WriterLock:
             undo.callback(_remove_quietly, vfs, new)
             self._fd = open_locked(vfs, f"{new}/{_LOCK}", os.O_RDWR | os.O_CREAT, fcntl.LOCK_EX)
             undo.callback(vfs.close_quietly, self._fd)
+            vfs.pwritev(self._fd, [_KNOWS_SLOTS], 0)
             vfs.rename(new, self.folder)
             undo.pop_all()
 
@@ -159,6 +162,15 @@ def clean_folder(vfs: Vfs, folder: str) -> int:
 def count_alive(vfs: Vfs, root: str) -> int:
     """Return how many writers are alive under a root; changes nothing."""
     return sum(_is_alive(vfs, folder) is True for folder in _folders(vfs, root))
+
+
+def has_older(vfs: Vfs, root: str) -> bool:
+    """Return whether a writer is alive whose version does not know of slots."""
+    for folder in _folders(vfs, root):
+        with contextlib.suppress(OSError):
+            if not vfs.lstat(f"{folder}/{_LOCK}").st_size and _is_alive(vfs, folder):
+                return True
+    return False
 
 
 def is_dead(vfs: Vfs, folder: str) -> bool:

@@ -10,7 +10,6 @@ from kvoffload.errors import ConfigError
 
 IO_MODES = ("auto", "direct", "buffered")
 DURABILITY = ("none", "fsync")
-SMALL_CHUNKS = ("segments", "files")
 MAX_THREADS = 256
 """Far more than any device needs; a typing error must not take the host down."""
 
@@ -48,18 +47,13 @@ class DiskOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     above it evicts its own chunks first. Needs ``tenants`` of the engine."""
     ttl_s: float | None = None
     """Seconds from its last use until a chunk expires; by default none expires."""
-    small_chunks: str = "files"
-    """Form of chunks up to 256 KiB: ``files``, one each; ``segments``, in the slots of one file."""
     trust_parent_folders: bool = False
     """Use a root below folders that other users may write, as in a pod without other programs."""
 
     def __post_init__(self) -> None:
         _refuse_invalid_name(self.root)
         self.limits()  # refuses its own
-        choices_of = {
-            "io": IO_MODES, "durability": DURABILITY, "small_chunks": SMALL_CHUNKS,
-        }  # fmt: skip
-        for field, choices in choices_of.items():
+        for field, choices in (("io", IO_MODES), ("durability", DURABILITY)):
             if getattr(self, field) not in choices:
                 raise ConfigError(field, getattr(self, field), f"must be one of {choices}")
         for field in ("read_threads", "write_threads"):

@@ -15,6 +15,7 @@ from kvoffload.backends.disk.locks import (
     WriterLock,
     clean_up,
     count_alive,
+    has_older,
     is_at,
     lock_patiently,
 )
@@ -67,6 +68,8 @@ class RootHandle:
         """How often this process made removed folders again."""
         self.other_writers = 0
         """Other live writers under the root, as of the last clean-up."""
+        self.has_older_writers = False
+        """Whether one of them is of a version that neither finds nor counts chunks in slots."""
         with contextlib.ExitStack() as undo:
             undo.callback(vfs.leave)
             self.fresh = self._make_folders()
@@ -80,6 +83,7 @@ class RootHandle:
                 undo.callback(self.writer.close)
                 self.limits = self._agree(options.limits(), alone=alone)
                 """The limits of the root, as its processes agreed on them."""
+            self._look_for_older()
             self.evictor = EvictorLock(vfs, path)
             self.evictor.take()
             undo.pop_all()
@@ -105,6 +109,14 @@ class RootHandle:
         self.other_writers, freed = clean_up(self.vfs, self.path, self.writer.token)
         if freed:
             self.quota.release(freed)
+        self._look_for_older()
+
+    def _look_for_older(self) -> None:
+        found = has_older(self.vfs, self.path)
+        if found and not self.has_older_writers:
+            text = "disk %s: an older version has it open: until it ends, small chunks are files"
+            log.warning(text, self.path)
+        self.has_older_writers = found
 
     def repair(self) -> bool:
         """Make removed folders and shared files again; return whether any was missing.

@@ -7,13 +7,15 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import takewhile
+from operator import itemgetter
 from typing import TypeVar
 
 from kvoffload.backends.disk import snapshot
 from kvoffload.backends.disk.index import Name, name_of, split_name
 from kvoffload.backends.disk.locks import temporary_bytes
-from kvoffload.backends.disk.paths import SEGMENTS, SHARDS, SNAPSHOT, is_namespace, shard_of
+from kvoffload.backends.disk.paths import SHARDS, SNAPSHOT, is_namespace, shard_of
 from kvoffload.backends.disk.root import ABANDONED_S
+from kvoffload.backends.disk.segments import Found
 from kvoffload.backends.disk.store import DiskStore
 from kvoffload.backends.disk.walker import remove_namespace, walk
 
@@ -43,14 +45,19 @@ class Scanner:
         """Whether the current scan could list everything so far."""
         self._is_cut_off = False
         """Whether the store was closed while its snapshot was loaded."""
+        self._are_slots_in_order = False
+        """Whether the index was just filled with slots, in the order of their last uses."""
 
     def load_snapshot(self) -> None:
-        """Fill the index from the snapshot, until the first scan."""
+        """Fill the index from snapshot and tables, until the first scan."""
         store = self._store
-        store.slots.refresh(0)  # their tables say what a snapshot would
+        if store.root.evictor.held:
+            self._follow_all()
         sizes = snapshot.load(store.vfs, f"{store.folder(0)}/{SNAPSHOT}")
         listed = ((name_of(0, key), allocated) for key, allocated in sizes)
         store.index.found(self._until_stopped(listed))
+        self._refresh_slots()
+        self._are_slots_in_order = True
         self._is_cut_off = self._is_stopping()
 
     def save_snapshot(self) -> None:
@@ -62,7 +69,7 @@ class Scanner:
         sizes = [
             (name[2:], size)
             for name, size in store.index.sizes()
-            if name.startswith(own) and name not in store.slots
+            if name.startswith(own) and name not in store.segments
         ]
         try:
             temporary = store.root.writer.temporary(counted=False)
@@ -93,45 +100,61 @@ class Scanner:
         if is_evictor:
             self._follow_all()
         self._refresh_slots()
-        store.slots.clean_up()
+        store.segments.clean_up()
         moving_bytes = self._moving_bytes() if full else 0
         changes = quota.changes if quota.refresh() is not None else None
-        found: list[tuple[int, Name, int]] = []
+        found: list[Found] = []
         scanned: set[tuple[int, str]] = set()
         present: set[Name] = set()
         for number in range(len(store.namespaces)):
             shards, files = self._list(number, full=full)
             scanned.update((number, shard) for shard in shards)
-            if full:
-                files += self._until_stopped(store.slots.listing(number))
             present.update(name for _, name, _ in files)
             found += files if full else [file for file in files if file[1] not in index]
         if self._is_stopping():
             return False
-        found.sort()
+        files = found[:]
+        if full and self._must_list_slots(len(files), by_age=by_age):
+            found += self._until_stopped(store.segments.listing())
+        found.sort(key=itemgetter(0))
         store.uses.seen((name, used_ns) for used_ns, name, _ in self._until_stopped(found))
-        new = ((name, size) for _, name, size in found if by_age or name not in index)
-        index.found(self._until_stopped(new))
-        if full:
+        sizes = ((name, size) for _, name, size in self._until_stopped(found))
+        index.found(sizes, again=by_age)
+        if full and not by_age:
             index.measured((name, size) for _, name, size in self._until_stopped(found))
         self._drop_vanished(None if full else scanned, present)
         if self._is_stopping():
             return False
+        self._are_slots_in_order = False
         if not (full and is_evictor):
             return True
-        store.space.oldest_use_ns = found[0][0] if found else time.time_ns()
-        self._remove_abandoned({split_name(name)[0] for _, name, _ in found})
-        chunk_bytes = sum(size for _, name, size in found if not index.was_dropped(name))
+        held = store.segments.held()
+        oldest = [each.oldest_ns for each in held] + [used_ns for used_ns, _, _ in found[:1]]
+        store.space.oldest_use_ns = min(oldest, default=time.time_ns())
+        in_use = {name[:2] for name in present}.union(name_of(each.number, b"") for each in held)
+        self._remove_abandoned(in_use)
+        chunk_bytes = sum(size for _, name, size in files if not index.was_dropped(name))
+        chunk_bytes += sum(each.chunks * each.slot_bytes for each in held)
         # The scan may have found nothing while a chunk was being stored.
-        largest = max((size for _, _, size in found), default=0)
-        largest = max(largest, store.space.largest_bytes)
+        largest = max((size for _, _, size in files), default=store.space.largest_bytes)
+        largest = max(largest, store.space.largest_bytes, *(each.slot_bytes for each in held))
         return self._correct_quota(chunk_bytes, moving_bytes, changes, largest)
+
+    def _must_list_slots(self, num_files: int, *, by_age: bool) -> bool:
+        """Return whether the index may lack chunks in slots, or have another order of them."""
+        index = self._store.index
+        is_in_order = not by_age or (self._are_slots_in_order and not num_files)
+        # Two processes may have stored a chunk: when the one leaves, the other stays.
+        return not (is_in_order and index.is_whole and len(index) >= num_files + self._num_slots())
+
+    def _num_slots(self) -> int:
+        return sum(each.chunks for each in self._store.segments.held())
 
     def _until_stopped(self, files: Iterable[T]) -> Iterator[T]:
         """Yield these until the thread is to stop: a million of them take seconds."""
         return takewhile(lambda _: not self._is_stopping(), files)
 
-    def _list(self, number: int, *, full: bool) -> tuple[set[str], list[tuple[int, Name, int]]]:
+    def _list(self, number: int, *, full: bool) -> tuple[set[str], list[Found]]:
         """Return a namespace's listed shards, and last use, name and size of the chunks in them.
 
         Skips unchanged shards unless ``full``. A shard that is missing, or no folder, counts as
@@ -173,11 +196,10 @@ class Scanner:
 
     def _refresh_slots(self) -> None:
         """Let store and index learn which chunks appeared in slots, and which left."""
-        for number in range(len(self._store.namespaces)):
-            try:
-                self._store.slots.refresh(number)
-            except OSError as error:
-                self._missed(f"{self._store.folder(number)}/{SEGMENTS}", error)
+        try:
+            self._store.segments.refresh(*range(len(self._store.namespaces)))
+        except OSError as error:
+            self._missed(error.filename or self._store.path, error)
 
     def _exists(self, folder: str) -> bool:
         """Return whether a namespace still has a folder: a removed one keeps its number."""
@@ -191,13 +213,14 @@ class Scanner:
     def _drop_vanished(self, scanned: set[tuple[int, str]] | None, present: set[Name]) -> None:
         """Drop names whose file is gone, in these shards (None: in all)."""
         store = self._store
+        if scanned is None and len(store.index) == len(present) + self._num_slots():
+            return
         known = store.index.sizes() if scanned is None or scanned else ()
         for name, _ in self._until_stopped(known):
-            if name in present:
+            if name in present or name in store.segments:
                 continue
             number, key = split_name(name)
-            is_due = scanned is None or (number, shard_of(key)) in scanned
-            if not is_due or (scanned is not None and name in store.slots):
+            if scanned is not None and (number, shard_of(key)) not in scanned:
                 continue
             try:
                 store.used_ns(name)  # published since its folder was listed?
@@ -207,13 +230,16 @@ class Scanner:
             except OSError:
                 continue
 
-    def _remove_abandoned(self, in_use: set[int]) -> None:
-        """Remove namespace folders that are empty and that no live process touched for long."""
+    def _remove_abandoned(self, in_use: set[bytes]) -> None:
+        """Remove namespace folders that are empty and that no live process touched for long.
+
+        ``in_use``: how the names of all chunks begin.
+        """
         store = self._store
         for number in range(1, len(store.namespaces)):
             with contextlib.suppress(OSError):
                 age_s = time.time() - store.vfs.lstat(store.folder(number)).st_mtime
-                if number not in in_use and age_s > ABANDONED_S:
+                if name_of(number, b"") not in in_use and age_s > ABANDONED_S:
                     remove_namespace(store.vfs, store.folder(number))
 
     def _correct_quota(
@@ -248,7 +274,7 @@ class Scanner:
         """Return the bytes of files being written or removed, by this and other processes."""
         root, own_bytes = self._store.root, self._store.space.in_flight_bytes
         try:
-            own_bytes += self._store.slots.moving_bytes()
+            own_bytes += self._store.segments.moving_bytes()
             return own_bytes + temporary_bytes(root.vfs, root.path, root.writer.token)
         except OSError as error:
             self._missed("writers", error)
@@ -286,14 +312,14 @@ def purge(store: DiskStore, namespaces: Sequence[str], is_stopping: threading.Ev
         walked = walk(store.vfs, store.folder(number))
         names = [name_of(number, key) for each in walked for key, _ in each.chunks]
         with contextlib.suppress(OSError):
-            store.slots.refresh(number)
-        for name in (*names, *store.slots.names(number)):
+            store.segments.refresh(number)
+        for name in (*names, *store.segments.names(number)):
             if is_stopping.is_set():
                 return removed
             removed += store.discard(name, "purged")
             if removed % _PURGE_STEP == 0:
                 is_stopping.wait(_PURGE_PAUSE_S)
         if number:  # the own folder is in use
-            store.slots.clean_up()
+            store.segments.clean_up()
             remove_namespace(store.vfs, store.folder(number))
     return removed

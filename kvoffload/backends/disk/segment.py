@@ -15,6 +15,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
+import numpy as np
 import xxhash
 
 from kvoffload.backends.disk.locks import is_at, open_locked
@@ -34,11 +35,11 @@ _USED = struct.Struct("<Q")
 MOST_KEY_BYTES = 47
 _WRITING = 255
 """In place of a key's length: a chunk is being written."""
-_LENGTH_AT = 16
+_LENGTH_AT, _KEY_AT = 16, 17
 _NO_FILE = (errno.EISDIR, errno.ELOOP, errno.ESPIPE, errno.ENXIO, errno.ENODEV)
 """What opening or reading something else in place of a file fails with."""
 _CLOCK_STEP_NS = 1_000_000_000
-_PIECE = 64 * ENTRY_BYTES
+_WORDS = ENTRY_BYTES // 8
 FREE = bytes(ENTRY_BYTES)
 WRITING = FREE[:_LENGTH_AT] + bytes([_WRITING]) + FREE[_LENGTH_AT + 1 :]
 
@@ -61,7 +62,7 @@ def key_in(entry: bytes | bytearray) -> bytes | None:
     length = entry[_LENGTH_AT]
     if not 0 < length <= MOST_KEY_BYTES:
         return None
-    return bytes(entry[_LENGTH_AT + 1 : _LENGTH_AT + 1 + length])
+    return bytes(entry[_KEY_AT : _KEY_AT + length])
 
 
 def used_in(entry: bytes | bytearray) -> int:
@@ -205,14 +206,11 @@ class Segment:
         self.read_table()
         before.extend(bytes(max(0, len(self.table) - len(before))))
         self.table.extend(bytes(len(before) - len(self.table)))
-        for start in range(0, len(before), _PIECE):
-            old, new = before[start : start + _PIECE], self.table[start : start + _PIECE]
-            if old == new:
-                continue
-            for at in range(0, len(old), ENTRY_BYTES):
-                one, other = old[at : at + ENTRY_BYTES], new[at : at + ENTRY_BYTES]
-                if one != other:
-                    yield (start + at) // ENTRY_BYTES, bytes(one), bytes(other)
+        old, new = bytes(before), bytes(self.table)
+        rows = (np.frombuffer(each, np.uint64).reshape(-1, _WORDS) for each in (old, new))
+        for slot in np.flatnonzero((next(rows) != next(rows)).any(axis=1)).tolist():
+            at, end = slot * ENTRY_BYTES, (slot + 1) * ENTRY_BYTES
+            yield slot, old[at:end], new[at:end]
 
     def has_changed(self) -> bool:
         """Return whether the table may have changed since it was read; raises OSError."""
@@ -220,10 +218,19 @@ class Segment:
 
     def chunks(self) -> Iterator[tuple[int, Entry]]:
         """Yield each slot with a chunk as this process knows them, with its entry."""
-        for slot, fields in enumerate(_ENTRY.iter_unpack(self.table)):
+        # Of a copy: a table that is being read could not grow, and the store that needs it fails.
+        for slot, fields in enumerate(_ENTRY.iter_unpack(bytes(self.table))):
             used_ns, stored_ns, length, key = fields
             if 0 < length <= MOST_KEY_BYTES:
                 yield slot, Entry(used_ns, stored_ns, key[:length])
+
+    def count(self) -> tuple[int, int]:
+        """Return the number of chunks, and the first of their last uses; callers serialize."""
+        uses = np.frombuffer(self.table, np.uint64)[::_WORDS]
+        lengths = np.frombuffer(self.table, np.uint8)[_LENGTH_AT::ENTRY_BYTES]
+        has_chunk = (lengths > 0) & (lengths <= MOST_KEY_BYTES)
+        chunks = int(np.count_nonzero(has_chunk))
+        return chunks, int(uses[has_chunk].min()) if chunks else 0
 
     def known(self, slot: int) -> bytearray:
         """Return the entry of a slot as this process knows it."""

@@ -18,6 +18,7 @@ from kvoffload.backends.counted import Counts
 from kvoffload.backends.disk.cache_room import CacheRoom
 from kvoffload.backends.disk.chunk_file import ChunkFiles, bytes_on_disk, choose_io, reason_of
 from kvoffload.backends.disk.chunk_forms import Draft, Form, Seen
+from kvoffload.backends.disk.chunk_slot import probe_holes
 from kvoffload.backends.disk.expiry import UseTimes
 from kvoffload.backends.disk.files import Files
 from kvoffload.backends.disk.index import Index, Name, name_of, split_name
@@ -25,8 +26,9 @@ from kvoffload.backends.disk.options import DiskOptions
 from kvoffload.backends.disk.quarantine import Quarantine
 from kvoffload.backends.disk.reservation import Reservation
 from kvoffload.backends.disk.root import RootHandle
+from kvoffload.backends.disk.segments import Segments
 from kvoffload.backends.disk.shards import Shards
-from kvoffload.backends.disk.slots import Slots, can_free
+from kvoffload.backends.disk.slots import Slots
 from kvoffload.backends.disk.space import Space
 from kvoffload.backends.disk.vfs import Vfs
 from kvoffload.backends.header import MAX_KEY_BYTES, NOT_DAMAGED, namespace_digest
@@ -80,8 +82,13 @@ class DiskStore(Counts):
         direct = self.io_mode != "buffered"
         chunks = ChunkFiles(vfs, direct=direct, room=self.room, durable=self._durable)
         self.files = Files(vfs, chunks, self._digest, self.path_of, self._temporary)
-        self.slots = Slots(vfs, chunks, self._digest, self)
-        self._has_slots = options.small_chunks == "segments" and can_free(vfs, self.path, scratch)
+        self.segments = Segments(vfs, self, durable=self._durable)
+        self.slots = Slots(vfs, chunks, self._digest, self.segments, self._uncounted)
+        self.why_no_slots = probe_holes(vfs, scratch)
+        """Why the file system cannot have chunks in slots; None: it can."""
+        if self.why_no_slots is not None:
+            text = "disk %s: parts of a file cannot be freed (%s): small chunks are files"
+            log.info(text, self.path, self.why_no_slots)
         tenants = TenantShares(options.tenant_share) if options.tenant_share < 1 else None
         capacity_bytes = self.root.limits.capacity_bytes
         self.index = Index(make_policy, capacity_bytes, self._policy_failed, tenants)
@@ -97,7 +104,7 @@ class DiskStore(Counts):
 
     def close(self) -> None:
         """Close the root; no other call may follow."""
-        self.slots.close()
+        self.segments.close()
         self.root.close()
 
     def set_ready(self) -> None:
@@ -130,24 +137,28 @@ class DiskStore(Counts):
         return self._form_of(name).used_ns(name)
 
     def _form_of(self, name: Name) -> Form:
-        return self.slots if name in self.slots else self.files
+        return self.slots if name in self.segments else self.files
 
     def _form_for(self, key: bytes, chunk_bytes: int) -> Form:
         """Return the form in which to store a chunk."""
-        is_small = self._has_slots and self.slots.suits(key, chunk_bytes)
-        return self.slots if is_small else self.files
+        has_slots = self.why_no_slots is None and not self.root.has_older_writers
+        return self.slots if has_slots and self.slots.suits(key, chunk_bytes) else self.files
 
     def appeared(self, found: list[tuple[int, Name, int]]) -> None:
         """Note last use, name and size of chunks that another process stored."""
         self.uses.seen((name, used_ns) for used_ns, name, _ in found)
-        self.index.found((name, size) for _, name, size in found if name not in self.index)
+        self.index.found(((name, size) for _, name, size in found), again=False)
 
-    def vanished(self, name: Name) -> None:
-        """Note that another process removed a chunk."""
-        self.note_removed(name, "vanished")
+    def vanished(self, names: Iterable[Name]) -> None:
+        """Note that other processes removed chunks."""
+        for name in names:
+            self.note_removed(name, "vanished")
 
     def _temporary(self) -> str:
         return self.root.writer.temporary()
+
+    def _uncounted(self) -> str:
+        return self.root.writer.temporary(counted=False)
 
     # ---- figures ---------------------------------------------------------------------------
 
@@ -168,7 +179,7 @@ class DiskStore(Counts):
         if self.uses.expires and not self.is_fresh(name):
             return self._missed(name, "missing", None)
         reason, seen = self._form_of(name).read(name, key, target)
-        if reason == "missing" and self.slots.look_again(name):
+        if reason == "missing" and self.segments.look_again(name):
             reason, seen = self.slots.read(name, key, target)
         if reason is not None and reason.startswith("corrupt"):
             # A store may have overwritten the place of an evicted chunk under this load.
@@ -304,7 +315,7 @@ class DiskStore(Counts):
         try:
             used_ns = self.used_ns(name)
         except OSError:
-            if not self.slots.look_again(name):
+            if not self.segments.look_again(name):
                 return False
         else:
             self.uses.seen([(name, used_ns)])

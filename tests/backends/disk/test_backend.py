@@ -3,7 +3,7 @@
 from typing import ClassVar
 
 import pytest
-from disk_parts import flip_chunk
+from disk_parts import flip_chunk, in_form
 
 from kvoffload import open_backend
 from kvoffload.backends.disk.admin import DiskAdmin
@@ -12,15 +12,16 @@ from kvoffload.testing.backends import filled, keys_of, slots
 
 
 class DiskSuite(PersistentBackendSuite):
+    form = "files"
     settings: ClassVar[dict[str, object]] = {}
 
     def open(self, namespace):
         options = {"root": str(self.folder / "kv"), "capacity": "64MiB", **self.settings}
-        return open_backend("disk", options, namespace)
+        return in_form(open_backend("disk", options, namespace), self.form)
 
     def open_small(self, namespace):
         options = {"root": str(self.folder / "small"), "capacity": "1MiB", **self.settings}
-        return open_backend("disk", options, namespace)
+        return in_form(open_backend("disk", options, namespace), self.form)
 
     def damage(self, backend, key):
         (path,) = (self.folder / "kv").glob(f"*/??/{key.hex()}")
@@ -55,18 +56,20 @@ class TestDurable(DiskSuite):
 
 
 class SegmentSuite(DiskSuite):
+    form = "segments"
+
     def damage(self, backend, key):
         flip_chunk(self.folder / "kv", key, -1)
 
 
 class TestSegments(SegmentSuite):
-    settings: ClassVar = {"small_chunks": "segments"}
+    pass
 
 
 class TestEncryptedSegments(SegmentSuite):
     @pytest.fixture(autouse=True)
     def _key(self, encryption):
-        self.settings = {"small_chunks": "segments", "io": "auto", "encryption": encryption}
+        self.settings = {"io": "auto", "encryption": encryption}
 
 
 async def test_keys_that_cannot_have_been_stored_are_absent_and_harm_nothing(tmp_path):
@@ -88,8 +91,8 @@ async def test_an_examination_names_medium_io_space_sharing_and_speed(tmp_path):
     options = {"root": str(tmp_path / "kv"), "capacity": "1TiB"}
     backend = open_backend("disk", options, "ns")
     findings = {finding.check: finding for finding in await DiskAdmin(options).diagnose()}
-    told = ["file system", "rights", "limits", "ledger", "space", "sharing", "io", "throughput"]
-    assert list(findings) == told
+    told = ["file system", "rights", "limits", "ledger", "space", "sharing", "io", "small chunks"]
+    assert list(findings) == [*told, "throughput"]
     assert findings["space"].verdict in ("ok", "warning")
     assert "capacity 1.0 TiB" in findings["space"].detail
     assert findings["throughput"].verdict != "failed"

@@ -19,6 +19,8 @@ from kvoffload.testing.backends import filled, keys_of, slots
 from tests.support.small_disk import small_disk as mounted_small
 from tests.support.vfs import FailingVfs, HookedVfs
 
+pytestmark = pytest.mark.usefixtures("as_files")
+
 
 async def write_all(backend, keys):
     return [(await backend.write([key], filled([key], SIZE)))[0] for key in keys]

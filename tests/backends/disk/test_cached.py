@@ -234,6 +234,7 @@ from kvoffload.backends.disk import cache_room
 from kvoffload.backends.disk.backend import DiskBackend, DiskOptions
 from kvoffload.config import ByteSize
 from kvoffload.testing.backends import filled, keys_of, payload_of, slots
+from tests.helpers.disk_parts import in_form
 from tests.support.kernel_files import GIB, KernelFiles
 
 async def main(root, kernel, form, seed, capacity, size, seconds):
@@ -241,12 +242,8 @@ async def main(root, kernel, form, seed, capacity, size, seconds):
     memory_limits.ROOT = Path(kernel)
     files = KernelFiles(Path(kernel))
     cache_room.PERIOD_S = cache_room.CALM_S = 0.0
-    backend = DiskBackend(
-        DiskOptions(
-            root=root, capacity=ByteSize(capacity), min_free=ByteSize(0), small_chunks=form
-        ),
-        "one",
-    )
+    options = DiskOptions(root=root, capacity=ByteSize(capacity), min_free=ByteSize(0))
+    backend = in_form(DiskBackend(options, "one"), form)
     keys, ways = keys_of(120), [0, 0]
     wrong = reads = 0
     print("up", flush=True)

@@ -16,6 +16,8 @@ from kvoffload.testing import payload_of
 from kvoffload.testing.backends import filled, keys_of, slots
 from tests.support.file_faults import flip
 
+pytestmark = pytest.mark.usefixtures("as_files")
+
 SIZE = 16 * 1024
 
 

@@ -16,6 +16,7 @@ from kvoffload.backends.disk.vfs import Vfs
 from kvoffload.backends.memory import MemoryBackend, MemoryOptions
 from kvoffload.errors import ConfigError
 from kvoffload.testing.backends import filled, keys_of
+from tests.support.older_engine import older_engine
 
 MIB = 1 << 20
 
@@ -277,6 +278,22 @@ async def test_doctor_says_which_way_chunks_take_and_why(tmp_path, kernel_files)
     detail = (await found(tmp_path))["io"].detail
     assert detail == f"auto: loads take what the page cache has; stores go directly: {few}"
     assert (await found(tmp_path, io="direct"))["io"] == ("io", "ok", "direct", "")
+
+
+async def test_the_form_of_small_chunks_is_named_and_why(tmp_path, monkeypatch):
+    finding = (await found(tmp_path))["small chunks"]
+    assert (finding.verdict, finding.remedy) == ("ok", "")
+    assert finding.detail == "in slots of segments: parts of a file can be freed here"
+    await open_disk(tmp_path, "llama").close()
+    with older_engine(tmp_path):
+        finding = (await found(tmp_path))["small chunks"]
+    assert finding.verdict == "warning"
+    assert "older version has it open" in finding.detail
+    probe = "kvoffload.backends.disk.store.probe_holes"
+    monkeypatch.setattr(probe, lambda vfs, scratch: "their room stays")
+    finding = (await found(tmp_path))["small chunks"]
+    assert finding.verdict == "warning"
+    assert finding.detail.startswith("a file each: parts of a file cannot be freed here (their")
 
 
 @pytest.mark.parametrize(("seconds", "verdict"), [(0.1, "ok"), (0.2, "warning")])

@@ -7,7 +7,7 @@ import random
 import shutil
 
 import pytest
-from disk_parts import chunk_bytes
+from disk_parts import chunk_bytes, in_form
 
 from kvoffload.backends.disk.backend import DiskBackend, DiskOptions
 from kvoffload.backends.disk.chunk_file import probe_direct
@@ -18,6 +18,8 @@ from kvoffload.errors import ConfigError
 from kvoffload.testing import payload_of
 from kvoffload.testing.backends import filled, keys_of, slots
 from tests.support.vfs import EVERY_ERROR, FailingVfs, HookedVfs, StuckVfs, kind_of
+
+pytestmark = pytest.mark.usefixtures("as_files")
 
 SIZE = 8192
 KEYS = keys_of(7)
@@ -47,10 +49,10 @@ async def check(backend, keys):
     return answers
 
 
-async def life(root, vfs, **settings):
+async def life(root, vfs, form="files", **settings):
     """Open a folder with something in it; store, load, evict, remove, describe, close."""
     try:
-        backend = DiskBackend(options(root, **settings), "faults", vfs=vfs)
+        backend = in_form(DiskBackend(options(root, **settings), "faults", vfs=vfs), form)
     except ConfigError:
         return None
     assert await asyncio.to_thread(backend.wait_ready, 60)
@@ -75,19 +77,19 @@ async def life(root, vfs, **settings):
 @pytest.fixture
 async def used(ram_path):
     """A folder that an earlier life left."""
-    backend = DiskBackend(options(ram_path / "old"), "faults")
+    backend = in_form(DiskBackend(options(ram_path / "old"), "faults"), "files")
     await backend.write(OLD, filled(OLD, SIZE))
     await backend.close()
     return ram_path / "old"
 
 
-async def attempt(used, nth, error, sticky, **settings):
+async def attempt(used, nth, error, sticky, form="files", **settings):
     root = used.parent / "now"
     shutil.copytree(used, root)
     try:
         vfs = FailingVfs(nth, error, sticky=sticky)
-        await life(root, vfs, **settings)
-        backend = DiskBackend(options(root, **settings), "faults")
+        await life(root, vfs, form, **settings)
+        backend = in_form(DiskBackend(options(root, **settings), "faults"), form)
         assert await asyncio.to_thread(backend.wait_ready, 60)
         await check(backend, [*KEYS, *OLD])
         assert backend.usage().resident_bytes == chunk_bytes(root) + aside_bytes(root)
@@ -112,7 +114,7 @@ async def calls_of_a_life(used, **settings):
 )
 async def test_the_nth_system_call_fails(used, durability, every, form):
     """A life with fsync makes the calls of one without it; `make chaos` has all of both."""
-    settings = {"durability": durability, "small_chunks": form}
+    settings = {"durability": durability, "form": form}
     calls = await calls_of_a_life(used, **settings)
     assert calls > 150
     rng = random.Random(5)
@@ -126,7 +128,7 @@ async def test_the_nth_system_call_fails(used, durability, every, form):
 @pytest.mark.parametrize("form", ["files", "segments"])
 @pytest.mark.parametrize("durability", ["none", "fsync"])
 async def test_every_system_call_fails_in_every_way(used, durability, form):
-    settings = {"durability": durability, "small_chunks": form}
+    settings = {"durability": durability, "form": form}
     calls = await calls_of_a_life(used, **settings)
     for error in EVERY_ERROR:
         for sticky in (False, True):

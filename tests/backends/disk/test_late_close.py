@@ -16,6 +16,8 @@ from kvoffload.config import ByteSize
 from kvoffload.testing.backends import keys_of, slots
 from tests.support.vfs import StuckVfs, kind_of
 
+pytestmark = pytest.mark.usefixtures("as_files")
+
 LIMITS = {"capacity": ByteSize(8 * ON_DISK), "min_free": ByteSize(0)}
 
 

@@ -20,6 +20,8 @@ from kvoffload.policies.handicap import HandicapPolicy
 from kvoffload.testing.backends import keys_of, slots
 from tests.support.vfs import StuckVfs
 
+pytestmark = pytest.mark.usefixtures("as_files")
+
 
 def assert_exact(backend, root):
     assert backend._store.space.in_flight_bytes == 0

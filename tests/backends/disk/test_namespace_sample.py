@@ -12,6 +12,8 @@ from kvoffload import open_backend
 from kvoffload.backends.disk import manifest, namespace_sample
 from kvoffload.testing.backends import filled, keys_of
 
+pytestmark = pytest.mark.usefixtures("as_files")
+
 SIZE = 28 * 1024
 ON_DISK = 32 * 1024
 

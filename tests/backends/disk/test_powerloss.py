@@ -5,6 +5,7 @@ import random
 import shutil
 
 import pytest
+from disk_parts import in_form
 
 from kvoffload.backends.disk.backend import DiskBackend, DiskOptions
 from kvoffload.testing import payload_of
@@ -25,13 +26,13 @@ def options(root, **settings):
     return DiskOptions(root=str(root), min_free=0, **settings)
 
 
-async def recorded(root, durability, **more):
+async def recorded(root, durability, form, **more):
     """A life of a store: writes, a removal, eviction by the bound, a snapshot, a reopening."""
     root.mkdir(mode=0o700)
     vfs = RecordingVfs(str(root))
     settings = {"durability": durability, "high_watermark": 1.0, "low_watermark": 1.0, **more}
     for part in (KEYS[:12], KEYS[12:]):
-        backend = DiskBackend(options(root, **settings), "power", vfs=vfs)
+        backend = in_form(DiskBackend(options(root, **settings), "power", vfs=vfs), form)
         assert await asyncio.to_thread(backend.wait_ready, 60)
         for key in part:
             assert await backend.write([key], filled([key], SIZE)) == [True]
@@ -66,7 +67,7 @@ def overwritten(stored):
 
 async def campaign(ram_path, durability, states, seed, *, is_tight=False, form="files"):
     more = {"capacity": TIGHT * (SIZE + 4096), "policy": "lru"} if is_tight else {}
-    steps = await recorded(ram_path / "life", durability, small_chunks=form, **more)
+    steps = await recorded(ram_path / "life", durability, form, **more)
     taken = [step for step in steps if ".writers" in step.other and ".writers" not in step.path]
     assert (is_tight and form == "files") == bool(taken)
     rng = random.Random(seed)

@@ -23,6 +23,8 @@ from kvoffload.errors import ConfigError
 from kvoffload.testing.backends import filled, keys_of
 from tests.support.vfs import FailingVfs
 
+pytestmark = pytest.mark.usefixtures("as_files")
+
 
 class Nothing(Vfs):
     """A disk that neither reads nor writes a byte, and reports no error."""

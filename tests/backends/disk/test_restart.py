@@ -18,6 +18,8 @@ from kvoffload.config import ByteSize
 from kvoffload.testing.backends import filled, keys_of, payload_of, slots
 from tests.support.vfs import StuckVfs
 
+pytestmark = pytest.mark.usefixtures("as_files")
+
 SIZE, ON_DISK = 28 * 1024, 32 * 1024
 
 
@@ -353,11 +355,11 @@ vfs = StuckVfs(lambda name, path: hung and name == call)
 io = IOLoop()
 options = DiskOptions(root=root, min_free=ByteSize(0), io="buffered", stall_s=0.2)
 backend = DiskBackend(options, "hung", vfs=vfs)
-keys = keys_of(2)
-assert io.call(backend.write(keys, filled(keys, 8192))) == [True] * 2
+keys, SIZE = keys_of(2), 300 << 10  # too long for slots
+assert io.call(backend.write(keys, filled(keys, SIZE))) == [True] * 2
 hung = True
-io.start(lambda: backend.read(keys, slots(2, 8192)))
-io.start(lambda: backend.write(keys_of(2, "x"), filled(keys, 8192)))
+io.start(lambda: backend.read(keys, slots(2, SIZE)))
+io.start(lambda: backend.write(keys_of(2, "x"), filled(keys, SIZE)))
 io.start(lambda: backend.remove(keys))
 io.start(lambda: backend.purge(["hung"]))
 while not vfs.stuck:

@@ -28,6 +28,7 @@ from kvoffload.backends.disk.vfs import Vfs
 from kvoffload.config import ByteSize
 from kvoffload.testing import payload_of
 from kvoffload.testing.backends import filled, keys_of, slots
+from tests.support.older_engine import older_engine
 from tests.support.vfs import FailingVfs, HookedVfs, kind_of
 
 STATE_AT = 16
@@ -35,7 +36,7 @@ STATE_AT = 16
 
 
 def open_segments(root, namespace="disk", **settings):
-    return open_disk(root, namespace, **{"small_chunks": "segments", **settings})
+    return open_disk(root, namespace, form="segments", **settings)
 
 
 def full(chunks):
@@ -114,8 +115,9 @@ async def test_what_has_no_slot_has_a_file(tmp_path):
 
 async def test_a_file_system_that_frees_no_part_of_a_file_gets_files(tmp_path, caplog):
     vfs = FailingVfs(1, errno.EOPNOTSUPP, sticky=True, when=lambda call, path: call == "punch")
-    backend = open_segments(tmp_path, vfs=vfs)
-    assert "cannot free a part of a file" in caplog.text
+    with caplog.at_level("INFO", "kvoffload"):
+        backend = open_segments(tmp_path, vfs=vfs)
+    assert "parts of a file cannot be freed" in caplog.text
     assert await write(backend, keys_of(1)) == [True]
     assert len(files(tmp_path)) == 1
     await backend.close()
@@ -124,8 +126,9 @@ async def test_a_file_system_that_frees_no_part_of_a_file_gets_files(tmp_path, c
 async def test_a_file_system_that_only_writes_zeros_gets_files(tmp_path, caplog):
     vfs = Vfs()
     vfs.punch = lambda fd, offset, length: os.pwrite(fd, bytes(length), offset)
-    backend = open_segments(tmp_path, vfs=vfs)
-    assert "cannot free a part of a file (its room stays)" in caplog.text
+    with caplog.at_level("INFO", "kvoffload"):
+        backend = open_segments(tmp_path, vfs=vfs)
+    assert "parts of a file cannot be freed (their room stays)" in caplog.text
     assert await write(backend, keys_of(1)) == [True]
     await backend.remove(keys_of(1))
     assert allocated(tmp_path) < ON_DISK
@@ -346,16 +349,16 @@ async def test_a_slot_that_another_process_is_freeing_is_not_used_yet(tmp_path):
     old, (new, later) = keys_of(3), keys_of(2, "new")
 
     def store_meanwhile():
-        other._store.slots.refresh(0)
+        other._store.segments.refresh(0)
         assert other.store(new, *filled([new], SIZE))
 
     assert await write(other, old) == [True] * 3
-    evicting._store.slots.refresh(0)
+    evicting._store.segments.refresh(0)
     vfs.act = store_meanwhile
     await evicting.remove(old[1:2])
     assert vfs.act is None
     assert await check(other, [*old, new]) == [True, False, True, True]
-    other._store.slots.refresh(0)
+    other._store.segments.refresh(0)
     assert await write(other, [later]) == [True]  # in the slot that is free now
     assert slot_blocks(tmp_path) == chunk_bytes(tmp_path) == 4 * ON_DISK
     assert tables(tmp_path)[0].stat().st_size == 64 + 4 * 64
@@ -372,12 +375,12 @@ async def test_a_slot_that_a_process_died_freeing_is_used_again(tmp_path, monkey
         raise KeyboardInterrupt
 
     assert await write(other, [one]) == [True]
-    evicting._store.slots.refresh(0)
-    segment, slot, _ = evicting._store.slots._find(name_of(0, one))
+    evicting._store.segments.refresh(0)
+    segment, slot, _ = evicting._store.segments.find(name_of(0, one))
     vfs.act = die
     with pytest.raises(KeyboardInterrupt):
-        evicting._store.slots.free(segment, slot)
-    monkeypatch.setattr("kvoffload.backends.disk.slots._ABANDONED_S", 0)
+        evicting._store.segments.free(segment, slot)
+    monkeypatch.setattr("kvoffload.backends.disk.segments._ABANDONED_S", 0)
     assert await until(lambda: chunk_bytes(tmp_path) == 0)
     assert await write(other, [two]) == [True]
     assert tables(tmp_path)[0].stat().st_size == 64 + 64
@@ -407,7 +410,7 @@ async def test_a_segment_removed_meanwhile_is_not_taken_over(tmp_path, monkeypat
 async def test_a_late_reader_of_a_removed_segment_leaves_no_file(tmp_path):
     one, two = open_segments(tmp_path), open_segments(tmp_path)
     assert await write(one, keys_of(1)) == [True]
-    two._store.slots.refresh(0)
+    two._store.segments.refresh(0)
     await one.remove(keys_of(1))
     await one.close()
     assert await check(two, keys_of(1)) == [False]
@@ -449,4 +452,34 @@ async def test_a_table_that_cannot_be_read_stops_no_store(tmp_path):
     backend = open_segments(tmp_path, vfs=vfs)
     assert await write(backend, keys_of(2, "new")) == [True] * 2
     assert await check(backend, keys_of(2, "new")) == [True] * 2
+    await backend.close()
+
+
+async def test_a_table_grows_while_it_is_listed(tmp_path):
+    backend = open_segments(tmp_path)
+    assert await write(backend, keys_of(2)) == [True] * 2
+    listing = backend._store.segments.listing()
+    next(listing)
+    assert await write(backend, keys_of(2, "new")) == [True] * 2
+    assert len(list(listing)) == 1
+    assert backend.counters() == {}
+    await backend.close()
+
+
+async def test_while_an_older_version_has_the_root_open_small_chunks_are_files(tmp_path, caplog):
+    old, new, later = (keys_of(2, name) for name in ("old", "new", "later"))
+    backend = open_segments(tmp_path)
+    assert await write(backend, old) == [True] * 2
+    with older_engine(tmp_path):
+        assert await until(lambda: backend._store.root.has_older_writers)
+        assert "an older version has it open" in caplog.text
+        other = open_segments(tmp_path)
+        assert await write(other, new[:1]) == await write(backend, new[1:]) == [True]
+        assert await other.read([*old, *new], slots(4, SIZE)) == [True] * 4
+        await other.close()
+    assert files(tmp_path) == {key.hex() for key in new}
+    assert await until(lambda: not backend._store.root.has_older_writers)
+    assert await write(backend, later) == [True] * 2
+    assert files(tmp_path) == {key.hex() for key in new}
+    assert backend.usage().resident_bytes == chunk_bytes(tmp_path) == 6 * ON_DISK
     await backend.close()

@@ -213,6 +213,7 @@ from kvoffload.backends.disk import housekeeper as disk_housekeeper
 from kvoffload.backends.disk.backend import DiskBackend, DiskOptions
 from kvoffload.config import ByteSize
 from kvoffload.testing.backends import filled, keys_of, payload_of, slots
+from tests.helpers.disk_parts import in_form
 
 async def main(root, form, seed, capacity, size, seconds):
     rng = random.Random(seed)
@@ -222,10 +223,10 @@ async def main(root, form, seed, capacity, size, seconds):
             capacity=ByteSize(capacity),
             min_free=ByteSize(0),
             io=("direct", "auto", "buffered")[seed % 3],
-            small_chunks="files" if seed % 5 == 4 else form,
         ),
         f"rank{seed % 2}",
     )
+    in_form(backend, "files" if seed % 5 == 4 else form)
     keys = keys_of(120)
     wrong = reads = writes = 0
     print("up", flush=True)

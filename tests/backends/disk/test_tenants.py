@@ -33,7 +33,7 @@ async def flood(backend, name="a", batches=12):
     [("lru", "files"), ("arc", "files"), ("handicap", "files"), ("handicap", "segments")],
 )
 async def test_a_flood_evicts_its_own_chunks_once_it_is_above_its_share(tmp_path, policy, form):
-    backend = open_disk(tmp_path, tenant_share=0.5, policy=policy, small_chunks=form, **FULL)
+    backend = open_disk(tmp_path, tenant_share=0.5, policy=policy, form=form, **FULL)
     kept = keys_of(SLOTS // 2 - 2, "b")
     assert all(await write(backend, kept, B))
     await flood(backend)

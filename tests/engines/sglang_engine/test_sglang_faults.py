@@ -13,6 +13,7 @@ from collections import Counter
 import pytest
 
 from tests.support import file_faults, redis_server
+from tests.support.older_engine import older_engine
 from tests.support.server_faults import paused
 from tests.support.small_disk import small_disk
 
@@ -112,7 +113,8 @@ def serve(start, computed, tiers):
 def root(tmp_path_factory):
     """Where pages are stored: a small file system of its own where that can be had."""
     where = tmp_path_factory.mktemp("store")
-    with small_disk(where, "size=32m,nr_inodes=1000"):
+    # Its faults are those of files: beside an older engine, small chunks are files.
+    with small_disk(where, "size=32m,nr_inodes=1000"), older_engine(where / "kv"):
         yield where
 
 

@@ -22,7 +22,7 @@ from kvoffload.metrics.names import (
     TIER_EVENTS,
     WAITING_CHUNKS,
 )
-from tests.support.file_faults import flip
+from tests.support.disk_chunks import stored_in
 from tests.support.redis_server import free_port
 
 pytestmark = pytest.mark.timeout(900)
@@ -69,8 +69,8 @@ def test_a_servers_page_has_the_metrics_of_every_engine(start, prompt, tiers, di
     shown = json.loads(subprocess.run(top, capture_output=True, check=True).stdout)
     assert shown["tiers"]["disk"]["up"] == 1
 
-    for file in (tmp_path / "kv").glob("*/??/*"):  # a removed one may be noticed before its load
-        flip(file, -1)
+    for chunk in stored_in(tmp_path / "kv"):  # a removed one may be noticed before its load
+        chunk.flip(-1)
     engine.forget()
     assert engine.generate(prompt(0))["tokens"] == told
     wait_reading(url, lambda reading: reading.totals["transfer_failures"] > 0)

@@ -3,6 +3,7 @@
 import pytest
 
 from kvoffload.cli.top import fetch, of_page
+from tests.support.disk_chunks import stored_in
 from tests.support.redis_server import free_port
 
 pytestmark = [pytest.mark.timeout(1800), pytest.mark.long]
@@ -59,11 +60,16 @@ def latent(tmp_path_factory):
     return str(folder)
 
 
+def of_pool(root, number):
+    """Return the pages of a pool in a root, by the last byte of their keys."""
+    return [chunk for chunk in stored_in(root) if chunk.key[-4:] == number.to_bytes(4, "big")]
+
+
 @pytest.mark.parametrize("layout", ["page_first_direct", "layer_first"])
 def test_latent_pages_of_mla(start, prompt, tiers, disk, latent, layout, tmp_path):
     extra = tiers(disk(tmp_path / "kv"))
     serve_again(start, extra, prompt(1), model_path=latent, hicache_mem_layout=layout)
-    sizes = {file.stat().st_size for file in (tmp_path / "kv").glob("*/??/*00000000")}
+    sizes = {chunk.allocated_bytes for chunk in of_pool(tmp_path / "kv", 0)}
     latent_bytes = 4 * 16 * (64 + 32) * 2  # layers, tokens of a page, elements, bytes of each
     assert all(latent_bytes <= size < 2 * latent_bytes for size in sizes), sizes
 
@@ -87,12 +93,12 @@ def hybrid(tmp_path_factory):
 def test_sliding_windows_are_a_pool_of_their_own(start, prompt, tiers, disk, hybrid, tmp_path):
     root, asked = tmp_path / "kv", prompt(1)
     engine, told = serve_again(start, tiers(disk(root)), asked, model_path=hybrid)
-    windows = list(root.glob("*/??/*00000001"))
+    windows = of_pool(root, 1)
     assert len(windows) == WINDOW // 16  # the last pages only: no other can be asked for
-    assert len(list(root.glob("*/??/*00000000"))) == 592 // 16
+    assert len(of_pool(root, 0)) == 592 // 16
     for lost in (windows[:1], windows[1:]):
-        for file in lost:
-            file.unlink(missing_ok=True)
+        for chunk in lost:
+            chunk.wipe()
         engine.forget()
         answer = engine.generate(asked)
         assert answer["tokens"] == told

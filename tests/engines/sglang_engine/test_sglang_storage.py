@@ -9,6 +9,7 @@ import pytest
 
 from kvoffload.testing import Plan
 from tests.support import redis_server
+from tests.support.disk_chunks import stored_in
 from tests.support.host_server import HostServer
 from tests.support.planned_store import installed
 from tests.support.redis_engine import PATIENT
@@ -45,17 +46,14 @@ def test_disk_serves_after_a_flush_a_kill_and_another_page_size_never(
         assert answer["tokens"] == told[i]
         assert answer["storage"] == [STORED]
 
-    # Files are damaged while the engine runs: each request is answered, and computed again.
-    files = [file for file in (tmp_path / "kv").glob("*/??/*") if file.is_file()]
-    for i, file in enumerate(sorted(files)):
+    # Chunks are damaged while the engine runs: each request is answered, and computed again.
+    for i, chunk in enumerate(stored_in(tmp_path / "kv")):
         if i % 3 == 0:
-            file.unlink()
+            chunk.wipe()
         elif i % 3 == 1:
-            os.truncate(file, 100)
+            chunk.cut(100)
         else:
-            with open(file, "r+b") as damaged:
-                damaged.seek(-10, 2)
-                damaged.write(b"?")
+            chunk.flip(-10)
     for i in range(3):
         second.forget()
         answer = second.generate(prompt(i))

@@ -19,7 +19,8 @@ pytest.importorskip("vllm.version", reason="vLLM is not installed; see make test
 
 from tests.engines.vllm_engine.api_server import Server
 from tests.support import redis_server
-from tests.support.file_faults import flip
+from tests.support.disk_chunks import stored_in
+from tests.support.older_engine import older_engine
 from tests.support.prometheus import NEEDED, scraping
 from tests.support.redis_server import RedisServer
 from tests.support.small_disk import small_disk
@@ -107,7 +108,8 @@ def night(models, prompts, tmp_path_factory, where):
         ],
     }
     small = ("--max-model-len", "1024", "--num-gpu-blocks-override", "40")
-    with span_receiver() as (endpoint, spans):
+    # A tier without chunks in a full file system: of files, the tests can remove all.
+    with older_engine(root), span_receiver() as (endpoint, spans):
         environment = {"OTEL_EXPORTER_OTLP_ENDPOINT": endpoint, "OTEL_BSP_SCHEDULE_DELAY": "500"}
         server = Server(models(), folder / "server.log", extra, *small, **environment)
         try:
@@ -156,8 +158,8 @@ def test_flipped_bits(night):
     answer = night.server.ask(prompt)
     for _ in range(4):  # neither host memory nor the engine has the first one then
         night.serve()
-    for chunk in chunks_of(night.root):
-        flip(chunk, -100)
+    for chunk in stored_in(night.root):
+        chunk.flip(-100)
     assert night.server.ask(prompt) == answer
     assert night.fires("KVOffloadCorruptChunks", tier="disk", kind="payload")
     command = "from kvoffload.cli.main import main; main()"

@@ -26,6 +26,7 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 from kvoffload import registry
 from kvoffload.config import convert
 from kvoffload.connectors.vllm.start import read_settings
+from tests.support.disk_chunks import stored_in
 from tests.support.engine_process import kill_group
 
 EXAMPLES = Path(__file__).parents[3] / "examples" / "vllm"
@@ -106,7 +107,7 @@ def test_the_script_serves(models, prompts, tmp_path):
             assert time.monotonic() < until, log.read_text()[-3000:]
             time.sleep(0.5)
         first = ask(url, models(), prompts(1, 1000)[0])
-        while not list((tmp_path / "kv").glob("*/??/*"))[30:]:
+        while not stored_in(tmp_path / "kv")[30:]:
             assert time.monotonic() < until, "not all blocks were stored"
             ask(url, models(), [3, 4, 5])  # the end of a store is heard of in a step
         urllib.request.urlopen(f"{url}/reset_prefix_cache", data=b"", timeout=60).close()

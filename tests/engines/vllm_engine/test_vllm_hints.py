@@ -4,7 +4,7 @@ import pytest
 
 from kvoffload.config import KNOWN_HINTS
 from kvoffload.replay.trace import read_trace
-from tests.support.file_faults import flip
+from tests.support.disk_chunks import stored_in
 
 pytestmark = pytest.mark.timeout(900)
 CHUNKS = 31  # of a prompt of 1,000 tokens, 32 tokens each
@@ -38,10 +38,6 @@ def forget_gpu(engine):
     assert engine.ask("reset")
 
 
-def chunk_files(root):
-    return [path for path in root.rglob("*/??/*") if path.is_file()]
-
-
 def told(answer):
     (params,) = answer["told"]
     (chunks,) = params["kvoffload"]["chunks"]  # one KV cache group
@@ -71,7 +67,7 @@ def test_what_requests_ask_for_is_recorded(engine, root, prompts):
 def test_what_a_request_does_not_want_stored_is_not(engine, root, prompts):
     new = prompts(1, 1000, seed=2)
     forget_gpu(engine)
-    before = len(chunk_files(root))
+    before = len(stored_in(root))
     engine.generate(new, hints={"offload": False})
     forget_gpu(engine)
     again = engine.generate(new, hints={"explain": True, "tiers": []})
@@ -80,18 +76,20 @@ def test_what_a_request_does_not_want_stored_is_not(engine, root, prompts):
     # This time it was stored, in host memory alone.
     forget_gpu(engine)
     assert engine.generate(new)["cached"] == [992]
-    assert len(chunk_files(root)) == before
+    assert len(stored_in(root)) == before
 
 
 def test_a_request_learns_what_failed_on_its_way(engine, begin, root, prompts):
     new = prompts(1, 1000, seed=3)
+    before = {chunk.key for chunk in stored_in(root)}
     right = engine.generate(new)["tokens"]
     forget_gpu(engine)
     engine.kill()
-    files = sorted(chunk_files(root), key=lambda path: path.stat().st_mtime_ns)
+    added = [chunk for chunk in stored_in(root) if chunk.key not in before]
+    assert len(added) == CHUNKS
     again = begin()
-    for path in files[-CHUNKS:]:
-        flip(path, -1)
+    for chunk in added:
+        chunk.flip(-1)
     answer = again.generate(new, hints={"explain": True})
     assert answer["tokens"] == right
     assert answer["cached"] == [0]

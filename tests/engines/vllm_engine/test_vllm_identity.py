@@ -7,6 +7,7 @@ import time
 import pytest
 
 from tests.engines.vllm_engine.adapters import make_adapter
+from tests.support.disk_chunks import stored_in
 
 pytestmark = pytest.mark.timeout(1800)
 
@@ -98,11 +99,11 @@ def test_two_ranks_hit_after_a_restart_and_lose_a_chunk_when_one_rank_does(
     folders = [folder for folder in root.iterdir() if len(folder.name) == 64]
     assert len(folders) == 2, "each rank has a namespace of its own"
     # One rank's part of some chunks in the middle is gone.
-    names = [{file.name for file in folder.glob("??/*")} for folder in folders]
-    assert names[0] == names[1]
-    assert len(names[0]) >= 31
-    for file in sorted(folders[1].glob("??/*"))[::4]:
-        file.write_bytes(file.read_bytes()[:-8])
+    keys = [{chunk.key for chunk in stored_in(folder)} for folder in folders]
+    assert keys[0] == keys[1]
+    assert len(keys[0]) >= 31
+    for chunk in stored_in(folders[1])[::4]:
+        chunk.flip(-8)
     again = start(settings(root), ranks=2)
     answer = again.generate(prompt)
     assert answer["tokens"] == told
@@ -132,9 +133,9 @@ def test_two_ranks_with_the_same_bytes_store_one_copy(start, prompts, tmp_path):
     engine.ask("quiet")
     engine.kill()
     (folder,) = (folder for folder in root.iterdir() if len(folder.name) == 64)
-    files = list(folder.glob("??/*"))
+    chunks = stored_in(folder)
     # 62 chunks of each prompt, and what was generated: each of them once.
-    assert len(files) == len({file.name for file in files}) >= 3 * 62
+    assert len(chunks) == len({chunk.key for chunk in chunks}) >= 3 * 62
     again = start(settings(root), **options)
     for prompt, right in zip(asked, told, strict=True):
         answer = again.generate([prompt])

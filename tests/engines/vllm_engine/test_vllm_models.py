@@ -4,6 +4,8 @@ import time
 
 import pytest
 
+from tests.support.disk_chunks import stored_in
+
 pytestmark = pytest.mark.timeout(1800)
 
 LENGTH = 1000
@@ -60,7 +62,7 @@ def test_a_load_that_host_memory_cannot_take_with_its_windows_is_shortened(hybri
     told = {}
     files = -1
     # Writing takes turns with so little memory: ask until nothing new is written.
-    while files != (files := len(list(root.glob("*/??/*")))):
+    while files != (files := len(stored_in(root))):
         for asked in (beginning, prompt):
             answer = hybrid.generate([asked])["tokens"][0]
             assert told.setdefault(len(asked), answer) == answer
@@ -164,7 +166,7 @@ def test_an_image_under_the_hash_of_another_is_served_to_no_other_client(start, 
     assert ask(2, uuids=["of a logo"])["cached"] == [0]
     (params,) = ask(2, uuids=["of a logo"], hints={"explain": True})["told"]
     assert set(params["kvoffload"]["chunks"][0]) == {"not_trusted"}
-    assert not [path for path in root.rglob("*/??/*") if path.is_file()]
+    assert not stored_in(root)
     # In the space of a salt that the gateway set, images are offloaded.
     ask(1, salts=["tenant"])
     assert ask(1, salts=["tenant"])["cached"] == [512]

@@ -11,7 +11,7 @@ from benchmarks.vllm_parts.halves import BLOCK
 from kvoffload.messages import make_offload_key
 from kvoffload.offload.figures import NO_ROOM
 from tests.engines.vllm_engine.test_vllm_uses import FULL, WINDOW, Vllm
-from tests.support.file_faults import flip
+from tests.support.disk_chunks import stored_in
 
 CHUNKS = 10
 WARNING = "cannot store chunks"
@@ -34,12 +34,11 @@ def ask(rig, tokens):
 
 
 def damage(root, keys):
-    """Change a bit of the files of these chunks."""
-    names = {key.hex() for key in keys}
-    files = [path for path in root.rglob("*/??/*") if path.name in names]
-    assert len(files) == len(names)
-    for path in files:
-        flip(path, -1)
+    """Change a bit of these chunks."""
+    found = [chunk for chunk in stored_in(root) if chunk.key in keys]
+    assert len(found) == len(set(keys))
+    for chunk in found:
+        chunk.flip(-1)
 
 
 def forget(rig):

@@ -22,6 +22,7 @@ from kvoffload.connectors.vllm.worker import KVOffloadWorker
 from kvoffload.errors import ConfigError
 from kvoffload.messages import TransferResult, make_offload_key
 from kvoffload.offload.base import ReqContext
+from tests.support.disk_chunks import stored_in
 
 KEYS = [make_offload_key(bytes([i]) * 32, 0) for i in range(2)]
 
@@ -154,7 +155,7 @@ def test_a_reset_right_after_an_operators_clear_leaves_nothing(settings, monkeyp
     stored = Answer()
     io.store("disk", KEYS, [0, 1], 4096, stored)
     until(lambda: stored.told)
-    assert len(list(root.glob("*/??/*"))) == 2
+    assert len(stored_in(root)) == 2
     clear = half.operators.clear("")
     assert next(clear) is None
     half.reset_cache()
@@ -166,7 +167,7 @@ def test_a_reset_right_after_an_operators_clear_leaves_nothing(settings, monkeyp
     worker.handle_preemptions(orders)
     until(lambda: io.outcome == "")
     assert not worker._spec.tiers["disk"].holds(KEYS[0])
-    until(lambda: not list(root.glob("*/??/*")))
+    until(lambda: not stored_in(root))
     half.operators.take_answers({0: ("an order of before", "wrong")})
     assert next(clear) is None
     half.operators.take_answers({0: (orders.emptied[0], "")})

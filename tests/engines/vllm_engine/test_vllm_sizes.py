@@ -5,6 +5,8 @@ import shutil
 
 import pytest
 
+from tests.support.disk_chunks import stored_in
+
 pytestmark = pytest.mark.timeout(1800)
 
 LENGTH = 1000
@@ -40,7 +42,7 @@ def test_groups_of_different_widths_share_host_memory(
             assert engine.generate([prompt])["tokens"] == [right]
         engine.ask("quiet")
         assert engine.ask("reset")
-    sizes = {path.stat().st_size for path in (tmp_path / "kv").glob("*/??/*")}
+    sizes = {chunk.allocated_bytes for chunk in stored_in(tmp_path / "kv")}
     assert len(sizes) == 2, "chunks of two sizes"
     # Narrow chunks take half a slot: more chunks than slots of the widest are in host memory.
     widest = max(sizes)

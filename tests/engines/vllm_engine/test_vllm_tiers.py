@@ -5,6 +5,8 @@ import time
 
 import pytest
 
+from tests.support.disk_chunks import stored_in
+
 pytestmark = pytest.mark.timeout(1800)
 
 
@@ -125,8 +127,8 @@ def test_killed_and_started_anew_it_hits_from_disk_until_it_is_reset(
 
 def wait_for_chunks(root, count, limit_s=300):
     until = time.monotonic() + limit_s
-    while len(list(root.glob("*/??/*"))) < count:
-        assert time.monotonic() < until, f"{len(list(root.glob('*/??/*')))} of {count} chunks"
+    while len(stored_in(root)) < count:
+        assert time.monotonic() < until, f"{len(stored_in(root))} of {count} chunks"
         time.sleep(0.1)
 
 

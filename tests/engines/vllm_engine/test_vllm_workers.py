@@ -38,6 +38,7 @@ from kvoffload.messages import (
     StagedLoadStoreSpec,
     make_offload_key,
 )
+from tests.support.disk_chunks import stored_in
 
 pytestmark = pytest.mark.timeout(600)
 CHUNKS = 6
@@ -159,9 +160,9 @@ def test_ranks_of_latent_attention_store_one_copy(workers, tmp_path, until, layo
     mine = workers("mla", named(lambda i: spec, 2), num_ranks=2, layout=layout)
     assert len({worker._spec.namespace for worker in mine}) == 1
     drive(mine, until)
-    files = list((tmp_path / "kv").glob("*/??/*"))
-    assert len(files) == CHUNKS
-    assert len({file.parent.parent for file in files}) == 1
+    chunks = stored_in(tmp_path / "kv")
+    assert len(chunks) == CHUNKS
+    assert len({chunk.namespace for chunk in chunks}) == 1
 
 
 @pytest.mark.parametrize(("layout", "pieces"), [("LBHNC", 3), ("BLHNC", 1)])
@@ -179,7 +180,7 @@ def test_groups_of_windows_come_back_where_a_block_is_one_piece(workers, tmp_pat
     full, window = FullAttentionSpec(**heads), SlidingWindowSpec(**heads, sliding_window=128)
     mine = workers("sliding", named(lambda i: full if i % 2 else window, 5), layout="BLHNC")
     drive(mine, until)
-    sizes = [file.stat().st_size for file in (tmp_path / "kv").glob("*/??/*")]
+    sizes = [chunk.allocated_bytes for chunk in stored_in(tmp_path / "kv")]
     assert sizes == [16384 + 4096] * 3 * CHUNKS
 
 
@@ -191,5 +192,5 @@ def test_groups_of_different_widths_take_the_rows_that_they_need(workers, tmp_pa
     info = mine[0]._info
     assert (info.slot_bytes, sorted(info.payload_bytes)) == (8192, [8192, 16384, 16384])
     drive(mine, until)
-    sizes = [file.stat().st_size for file in (tmp_path / "kv").glob("*/??/*")]
+    sizes = [chunk.allocated_bytes for chunk in stored_in(tmp_path / "kv")]
     assert sorted(sizes) == [8192 + 4096] * CHUNKS + [16384 + 4096] * 2 * CHUNKS

@@ -10,6 +10,7 @@ from pathlib import Path
 import psutil
 
 from kvoffload.io.protocol import Store
+from tests.support.disk_chunks import stored_in
 
 REST_S = 20.0
 """A model that is not at rest after so long has lost something."""
@@ -160,14 +161,8 @@ def _names():
 
 
 def chunk_bytes(root):
-    """Bytes that the chunk files of a disk tier take up."""
-    total = 0
-    for path in Path(root).glob("*/??/*"):
-        try:
-            total += path.lstat().st_blocks * 512
-        except FileNotFoundError:
-            continue
-    return total
+    """Bytes that the chunks of a disk tier take up."""
+    return sum(chunk.allocated_bytes for chunk in stored_in(root))
 
 
 def violations(root):

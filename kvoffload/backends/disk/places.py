@@ -1,0 +1,144 @@
+"""Which chunk is in which slot of the segments that a process has open."""
+
+import contextlib
+import errno
+import os
+import threading
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from kvoffload.backends.disk.index import Name, name_of
+from kvoffload.backends.disk.segment import FREE, WRITING, Segment, key_in
+
+Place = int
+"""Slot times ``MOST_SEGMENTS``, plus the number of the segment: less memory than a pair."""
+MOST_SEGMENTS = 1 << 16
+
+
+class At(NamedTuple):
+    """Where a chunk is."""
+
+    segment: Segment
+    slot: int
+    place: Place
+
+
+class Places:
+    """Places by the names of their chunks, and segments by number. Thread-safe."""
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        """Guards tables and places."""
+        self._open: list[Segment | None] = []
+        self._places: dict[Name, Place] = {}
+
+    def __contains__(self, name: Name) -> bool:
+        return name in self._places
+
+    def find(self, name: Name) -> At:
+        """Return where a chunk is; raises FileNotFoundError."""
+        if (place := self._places.get(name)) is None:
+            raise gone(name)
+        return self.at(place)
+
+    def at(self, place: Place) -> At:
+        """Return a slot by its place; FileNotFoundError: its segment is gone."""
+        slot, number = divmod(place, MOST_SEGMENTS)
+        segment = self._open[number] if number < len(self._open) else None
+        if segment is None:
+            raise FileNotFoundError(errno.ENOENT, "the segment is gone")
+        return At(segment, slot, place)
+
+    def enter(self, name: Name, at: At, entry: bytes) -> At | None:
+        """Enter a chunk into its table; return where its key was before."""
+        with self.lock:
+            if self.at(at.place).segment is not at.segment:
+                raise gone(name)  # with its segment
+            at.segment.set_entry(at.slot, entry)
+            before = self._places.get(name)
+            self._places[name] = at.place
+        with contextlib.suppress(FileNotFoundError):  # its segment is gone
+            return None if before is None else self.at(before)
+        return None
+
+    def hide(self, name: Name, at: At) -> None:
+        """Take a chunk out of the table again: its slot is being written."""
+        with self.lock:
+            at.segment.set_entry(at.slot, WRITING)
+            self._places.pop(name, None)
+
+    @contextlib.contextmanager
+    def taken(self, name: Name) -> Iterator[At]:
+        """Hide a chunk while its slot and entry change; if that fails, it is back.
+
+        Raises:
+            FileNotFoundError: the chunk is gone.
+        """
+        at = self.find(name)
+        with self.lock:
+            if self._places.pop(name, None) != at.place:
+                raise gone(name)
+        try:
+            is_there = key_in(at.segment.entry(at.slot)) == name[2:]
+            if is_there:
+                yield at
+        except BaseException:
+            self._places.setdefault(name, at.place)
+            raise
+        if not is_there:
+            self._places.setdefault(name, at.place)
+            self.forget(name, at)
+            raise gone(name)
+
+    def forget(self, name: Name, at: At) -> None:
+        """Forget a chunk that is gone.
+
+        What another process removed, it frees. What is lost though the table has it, the next
+        clean-up frees, of an own segment.
+        """
+        segment = at.segment
+        with self.lock:
+            if self._places.get(name) == at.place:
+                del self._places[name]
+                with contextlib.suppress(OSError):
+                    if segment.is_own and key_in(segment.entry(at.slot)) == name[2:]:
+                        segment.stuck.setdefault(at.slot, 0)
+
+    def free(self, segment: Segment, slot: int) -> None:
+        """Free a slot of which no name tells; raises OSError: it stays out of use."""
+        with self.lock:
+            # No key must lead to a hole, or it would hide a chunk that is stored later. A process
+            # that is killed before the end leaves a slot that the next one frees.
+            segment.set_entry(slot, WRITING)
+        segment.free_blocks(slot)
+        with self.lock:
+            segment.set_entry(slot, FREE)
+            if segment.is_own:
+                segment.free.append(slot)
+
+    def names(self, number: int) -> list[Name]:
+        """Return the names of a namespace's chunks, as of the last refresh."""
+        prefix = name_of(number, b"")
+        return [name for name in list(self._places) if name.startswith(prefix)]
+
+    def _known(self, number: int | None = None) -> list[tuple[int, Segment]]:
+        """Return the segments of a namespace, or all."""
+        return [
+            (i, segment)
+            for i, segment in enumerate(list(self._open))
+            if segment is not None and number in (None, segment.number)
+        ]
+
+    def _add(self, segment: Segment) -> int:
+        with self.lock:
+            for i, other in enumerate(self._open):
+                if other is None:
+                    self._open[i] = segment
+                    return i
+            self._open.append(segment)
+            return len(self._open) - 1
+
+
+def gone(name: Name) -> FileNotFoundError:
+    """Return the error that says that a chunk is not there."""
+    return FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), name[2:].hex())
