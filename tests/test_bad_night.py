@@ -12,7 +12,7 @@ import pytest
 
 from kvoffload.connectors.local import LocalConnector
 from tests.support import redis_server
-from tests.support.file_faults import flip
+from tests.support.disk_chunks import stored_in
 from tests.support.moto import moto_server
 from tests.support.prometheus import NEEDED, scraping
 from tests.support.redis_server import RedisServer, free_port
@@ -197,9 +197,8 @@ def test_flipped_bits(night, tmp_path, kind):
         keys.write_text("0123456789abcdef" * 4)
         tier["encryption"] = {"key_file": str(keys)}
     night = night(tier)
-    for path in (tmp_path / "root").rglob("*"):
-        if path.is_file() and path.stat().st_size > 4096:
-            flip(path, -100)
+    for chunk in stored_in(tmp_path / "root"):
+        chunk.flip(-100)
     night.serve()
     night.serve()  # host memory has room for two prompts
     assert night.serve("prompt 1") < 40

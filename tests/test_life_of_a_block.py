@@ -12,6 +12,7 @@ import torch
 
 from kvoffload.connectors.local import LocalConnector
 from kvoffload.offload.base import Reason
+from tests.support.disk_chunks import stored_in
 
 BLOCK_SIZE = 4  # tokens in a GPU block
 BLOCKS_PER_CHUNK = 2
@@ -105,18 +106,16 @@ def test_the_life_of_a_block(settings, kv_caches, new_kv_caches, new_request, un
     connector.close()
 
 
-def test_a_damaged_file_is_a_miss_and_the_good_prefix_is_kept(
+def test_a_damaged_chunk_is_a_miss_and_the_good_prefix_is_kept(
     settings, tmp_path, kv_caches, new_kv_caches, new_request, until
 ):
     connector = open_connector(settings, kv_caches)
     request = new_request("a long prompt", num_tokens=43)
     connector.after_forward(request, [list(range(5, 15))], num_computed_tokens=40)
     connector.close()
-    third_key = request.block_hashes[5].hex()
-    (file,) = [path for path in tmp_path.rglob(f"{third_key}*") if path.is_file()]
-    damaged = bytearray(file.read_bytes())
-    damaged[5000] ^= 1  # one bit of the payload
-    file.write_bytes(damaged)
+    third = request.block_hashes[5]
+    (stored,) = [chunk for chunk in stored_in(tmp_path) if chunk.key.startswith(third)]
+    stored.flip(5000)  # one bit of the payload
 
     connector = open_connector(settings, new_kv_caches(seed=1))
     until(lambda: connector.get_num_new_matched_tokens(request, 0) == 40)

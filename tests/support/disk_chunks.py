@@ -1,4 +1,4 @@
-"""The chunks in a root of the disk tier, whichever form they have."""
+"""The chunks in a root of the disk tier or in a shared folder, whichever form they have."""
 
 import contextlib
 import os
@@ -22,13 +22,17 @@ class Stored(NamedTuple):
         return self.path.parent.parent.name
 
     @property
+    def _is_slot(self):
+        return self.path.suffix == ".slots"
+
+    @property
     def payload_bytes(self):
         """The length that its header tells."""
         return int.from_bytes(self._read(16, 8), "little")
 
     def flip(self, at):
         """Change a byte: of the header, or from the end of the chunk if negative."""
-        place = at if at >= 0 else 4096 + self.payload_bytes + at
+        place = at if at >= 0 else len(self.content()) + at
         (byte,) = self._read(place, 1)
         self.overwrite(place, bytes([byte ^ 1]))
 
@@ -40,18 +44,18 @@ class Stored(NamedTuple):
 
     def content(self):
         """Return header and chunk."""
-        return self._read(0, 4096 + self.payload_bytes)
+        return self._read(0, 4096 + self.payload_bytes if self._is_slot else -1)
 
     def cut(self, length):
         """Keep so many bytes: of a file, or of what a slot holds."""
-        if self.path.suffix == ".slots":
+        if self._is_slot:
             self.overwrite(length, bytes(max(0, self.allocated_bytes - length)))
         else:
             os.truncate(self.path, length)
 
     def wipe(self):
         """Lose it: remove its file, or have a slot read as zeros."""
-        if self.path.suffix == ".slots":
+        if self._is_slot:
             with contextlib.suppress(FileNotFoundError):
                 self.cut(0)
         else:
