@@ -83,8 +83,8 @@ def warn_of_small_pages(page_size: int, page_bytes: int) -> None:
     while page_bytes * factor < ENOUGH_BYTES:
         factor *= 2
     log.warning(
-        "kvoffload: a page of %d tokens has %s on this rank. Each page costs a file, system calls "
-        "and a message, so small pages are stored and loaded slowly: set --page-size %d, which "
+        "kvoffload: a page of %d tokens has %s on this rank. Each page costs system calls and "
+        "a message, so small pages are stored and loaded slowly: set --page-size %d, which "
         "makes pages of %s",
         page_size,
         human_bytes(page_bytes),
