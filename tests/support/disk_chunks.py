@@ -5,6 +5,8 @@ import os
 from pathlib import Path
 from typing import NamedTuple
 
+from kvoffload.backends.disk.paths import SHARDS
+
 _HEAD = _ENTRY = 64
 
 
@@ -73,7 +75,7 @@ def stored_in(root):
     for folder, _, names in os.walk(root):
         for path in (Path(folder, name) for name in names):
             with contextlib.suppress(FileNotFoundError):
-                if len(Path(folder).name) == 2:
+                if Path(folder).name in SHARDS:
                     size = path.lstat().st_blocks * 512
                     found.append(Stored(bytes.fromhex(path.name), path, 0, size))
                 elif path.suffix == ".table":

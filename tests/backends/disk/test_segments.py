@@ -23,6 +23,7 @@ from kvoffload.backends.disk import admin
 from kvoffload.backends.disk.index import name_of
 from kvoffload.backends.disk.inspector import DiskInspector
 from kvoffload.backends.disk.paths import QUARANTINE
+from kvoffload.backends.disk.scanner import Scanner
 from kvoffload.backends.disk.segment import Segment
 from kvoffload.backends.disk.vfs import Vfs
 from kvoffload.config import ByteSize
@@ -482,4 +483,44 @@ async def test_while_an_older_version_has_the_root_open_small_chunks_are_files(t
     assert await write(backend, later) == [True] * 2
     assert files(tmp_path) == {key.hex() for key in new}
     assert backend.usage().resident_bytes == chunk_bytes(tmp_path) == 6 * ON_DISK
+    await backend.close()
+
+
+async def test_a_chunk_that_two_processes_stored_is_found_again_when_one_copy_leaves(tmp_path):
+    one, two = open_segments(tmp_path), open_segments(tmp_path)
+    (key,) = keys_of(1)
+    for backend, own in ((one, keys_of(1, "one")), (two, keys_of(1, "two"))):
+        assert await write(backend, own) == [True]
+        backend._housekeeper.stop()
+        backend._housekeeper.wait()
+    for backend in (one, two):
+        assert await write(backend, [key]) == [True]
+    assert chunk_bytes(tmp_path) == 4 * ON_DISK
+    one._store.segments.refresh(0)
+    await one.remove([key])
+    assert chunk_bytes(tmp_path) == 3 * ON_DISK
+    assert not one.holds(key)
+    Scanner(one._store).scan(full=True)
+    assert one.holds(key)
+    assert await check(one, [key]) == [True]
+    for backend in (one, two):
+        await backend.close()
+
+
+async def test_a_start_has_the_order_of_the_uses_in_all_segments(tmp_path):
+    one, two = (open_segments(tmp_path, policy="lru") for _ in range(2))
+    keys = keys_of(6)
+    for i, key in enumerate(keys):
+        assert await write((one, two)[i % 2], [key]) == [True]
+    for backend in (one, two):
+        await backend.close()
+    for i, key in enumerate(keys):
+        (table,) = [path for path in tables(tmp_path) if key in table_of(path)]
+        at = 64 + table_of(table)[key] // ON_DISK * 64
+        edit(table, at, (time.time_ns() - (6 - i) % 4 * 10**9).to_bytes(8, "little"))
+    backend = open_segments(tmp_path, policy="lru")
+    in_order = sorted(keys, key=lambda key: -((6 - keys.index(key)) % 4))
+    uses = [backend._store.used_ns(name_of(0, key)) for key in in_order]
+    assert uses == sorted(uses)
+    assert [name[2:] for name in backend._store.index.victims(6)] == in_order
     await backend.close()
