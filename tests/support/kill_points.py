@@ -167,7 +167,7 @@ def _hook_calls(vfs, points):
     read, write = vfs.preadv, vfs.pwritev
 
     def is_chunk(fd):
-        return os.path.dirname(os.readlink(f"/proc/self/fd/{fd}"))[-3:-2] == "/"
+        return os.readlink(f"/proc/self/fd/{fd}").endswith(".slots")
 
     def hooked_read(fd, buffers, offset):
         if is_chunk(fd) and points.is_due("preadv:half"):
