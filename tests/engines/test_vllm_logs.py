@@ -12,9 +12,12 @@ STORE = logging.getLogger("kvoffload.backends.redis.node")
 
 @pytest.fixture(autouse=True)
 def loggers():
-    """Give both loggers back as they were."""
+    """Let both loggers be as new, and give them back as they were: vLLM may be in this process."""
     both = [logging.getLogger(name) for name in ("kvoffload", "vllm")]
     before = [(each.handlers[:], each.level, each.propagate, each.parent) for each in both]
+    for each in both:
+        each.setLevel(logging.NOTSET)
+        each.handlers[:], each.propagate, each.parent = [], True, logging.getLogger()
     yield both
     for each, (handlers, level, propagate, parent) in zip(both, before, strict=True):
         each.handlers[:] = handlers

@@ -51,7 +51,9 @@ def test_a_read_of_the_canary_that_ends_late_touches_nobodys_chunk(tmp_path, mon
             "blocks_per_chunk": 1,
             "io": "thread",  # where this process's registry is read
             "load_timeout_s": 0.2,
-            "backends": [{"type": "stuck", "root": str(tmp_path / "kv"), "min_free": 0}],
+            "backends": [
+                {"type": "stuck", "root": str(tmp_path / "kv"), "min_free": 0, "io": "direct"}
+            ],
         }
     )
     spec = TieredOffloadingSpec(settings, 4096, {"test": "late"})
