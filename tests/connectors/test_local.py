@@ -9,7 +9,8 @@ import torch
 
 from kvoffload import registry
 from kvoffload.testing import Plan
-from kvoffload.transfer.cpu.copier import CpuCopier, DoneFence
+from kvoffload.transfer.base import CopyFence
+from kvoffload.transfer.cpu.copier import CpuCopier
 
 BLOCK = 4
 
@@ -217,7 +218,7 @@ def test_a_store_copies_what_the_forward_pass_before_it_writes(
 ):
     connector = connect()
 
-    class Compute(DoneFence):
+    class Compute(CopyFence):
         def wait(self, timeout_s=None):
             kv_caches.tensors[0].tensor[5:15] = 42  # the pass ends only now
             return True

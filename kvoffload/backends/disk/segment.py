@@ -297,7 +297,7 @@ def _slot_bytes_in(head: bytearray) -> int:
     seal = xxhash.xxh3_64_intdigest(head[: _HEAD.size])
     if magic != _MAGIC or _SEAL.unpack_from(head, _HEAD.size)[0] != seal:
         raise ValueError("header")
-    is_whole = slot_bytes % ALIGNED_BYTES == 0 and slot_bytes >= 2 * ALIGNED_BYTES
+    is_whole = slot_bytes % ALIGNED_BYTES == 0 and slot_bytes >= ALIGNED_BYTES
     if (version, entry_bytes) != (_VERSION, ENTRY_BYTES) or not is_whole:
         raise ValueError(OTHER_VERSION)
     return int(slot_bytes)

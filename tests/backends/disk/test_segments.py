@@ -114,6 +114,17 @@ async def test_what_has_no_slot_has_a_file(tmp_path):
     await backend.close()
 
 
+async def test_chunks_without_a_byte_are_found_by_another_process(tmp_path):
+    """A pool of an engine may have no memory of its own."""
+    one, keys = open_segments(tmp_path), keys_of(2)
+    assert await one.write(keys, [memoryview(b"")] * 2) == [True, True]
+    two = open_segments(tmp_path)
+    assert await two.contains(keys) == [True, True]
+    assert await two.read(keys, [memoryview(bytearray())] * 2) == [True, True]
+    await two.close()
+    await one.close()
+
+
 async def test_a_file_system_that_frees_no_part_of_a_file_gets_files(tmp_path, caplog):
     vfs = FailingVfs(1, errno.EOPNOTSUPP, sticky=True, when=lambda call, path: call == "punch")
     with caplog.at_level("INFO", "kvoffload"):
