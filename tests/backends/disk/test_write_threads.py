@@ -9,6 +9,16 @@ from kvoffload.testing.backends import filled, keys_of
 from tests.support.vfs import StuckVfs, kind_of
 
 
+def open_stuck(root, **settings):
+    """Open a tier whose writes of chunks hang from now on."""
+    vfs = StuckVfs(lambda call, path: call == "pwritev" and kind_of(path) == "temporary")
+    vfs.release()  # while it is opened
+    backend = open_disk(root, vfs=vfs, io="buffered", **settings)
+    vfs.hold()
+    vfs.stuck = 0
+    return backend, vfs
+
+
 @pytest.mark.parametrize(
     ("chunk_bytes", "settings", "writers"),
     [
@@ -19,8 +29,7 @@ from tests.support.vfs import StuckVfs, kind_of
     ],
 )
 async def test_so_many_chunks_are_written_at_once(tmp_path, chunk_bytes, settings, writers):
-    vfs = StuckVfs(lambda call, path: call == "pwritev" and kind_of(path) == "temporary")
-    backend = open_disk(tmp_path, vfs=vfs, io="buffered", stall_s=60.0, **settings)
+    backend, vfs = open_stuck(tmp_path, stall_s=60.0, **settings)
     keys = keys_of(6)
     storing = asyncio.ensure_future(backend.write(keys, filled(keys, chunk_bytes)))
     assert await until(lambda: vfs.stuck == writers)
@@ -32,8 +41,7 @@ async def test_so_many_chunks_are_written_at_once(tmp_path, chunk_bytes, setting
 
 
 async def test_two_large_writes_that_hang_are_a_dead_device(tmp_path):
-    vfs = StuckVfs(lambda call, path: call == "pwritev" and kind_of(path) == "temporary")
-    backend = open_disk(tmp_path, vfs=vfs, io="buffered", stall_s=0.2)
+    backend, vfs = open_stuck(tmp_path, stall_s=0.2)
     keys = keys_of(6)
     storing = asyncio.ensure_future(backend.write(keys, filled(keys, 2 << 20)))
     assert await until(lambda: backend.counters().get("write_stalled") == 2)
