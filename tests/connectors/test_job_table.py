@@ -43,9 +43,9 @@ def test_a_chunk_is_good_only_if_it_is_good_on_every_rank(manager):
 
 def test_an_answer_to_a_job_that_has_ended_or_never_began_changes_nothing(manager):
     jobs = store(manager, 1)
-    assert jobs.answer(ID, (True,) * 3, ranks=2)  # of one rank more than there are
-    assert jobs.answer(ID, (False,) * 3) is None
-    assert jobs.answer(ID + 1, (False,) * 3, unsettled=1) is None
+    assert answer(jobs, ID, (True,) * 3)
+    assert answer(jobs, ID, (False,) * 3) is None
+    assert answer(jobs, ID + 1, (False,) * 3, settled=False) is None
     assert [manager.lookup(key) for key in KEYS] == [True] * 3
     assert (len(jobs), manager.busy_slots) == (0, 0)
 

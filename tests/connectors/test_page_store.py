@@ -415,7 +415,7 @@ def test_a_disk_that_hangs_costs_no_deadline_once_it_counts_as_dead(
     pool, opened, tmp_path, until, monkeypatch
 ):
     read, may_end, begun = Vfs.preadv, threading.Event(), []
-    options = disk(tmp_path, stall_s=0.1, read_threads=2)
+    options = disk(tmp_path, stall_s=0.1, read_threads=2, io="direct")
     store = opened(options, slots=16, load_timeout_s=0.3, io="thread")
     pool.fill(range(20))
     assert all(store.save(keys(20), pool.pages(range(20))))
@@ -461,7 +461,7 @@ def hang_under(monkeypatch):
 def test_a_tier_that_hangs_does_not_make_the_next_one_forget(
     pool, opened, tmp_path, until, hang_under
 ):
-    slow, sound = disk(tmp_path / "a", stall_s=60), disk(tmp_path / "b")
+    slow, sound = disk(tmp_path / "a", stall_s=60, io="direct"), disk(tmp_path / "b")
     store = opened(slow, sound, slots=16, load_timeout_s=0.3, io="thread")
     pool.fill(range(4))
     assert all(store.save(keys(4), pool.pages(range(4))))
@@ -477,7 +477,7 @@ def test_a_tier_that_hangs_does_not_make_the_next_one_forget(
 def test_pages_of_a_tier_for_which_no_time_was_left_are_counted(
     pool, opened, tmp_path, until, hang_under
 ):
-    slow, sound = disk(tmp_path / "a", stall_s=60), disk(tmp_path / "b")
+    slow, sound = disk(tmp_path / "a", stall_s=60, io="direct"), disk(tmp_path / "b")
     assert all(opened(sound).save(keys(4), pool.pages(range(4))))
     store = opened(slow, sound, slots=16, load_timeout_s=0.3, io="thread")
     assert all(store.save(keys(2), pool.pages(range(2))))
@@ -490,7 +490,9 @@ def test_pages_of_a_tier_for_which_no_time_was_left_are_counted(
 def test_pages_that_no_tier_was_asked_for_are_not_forgotten(
     pool, opened, tmp_path, until, hang_under
 ):
-    store = opened(disk(tmp_path, stall_s=60), slots=4, load_timeout_s=0.3, io="thread")
+    store = opened(
+        disk(tmp_path, stall_s=60, io="direct"), slots=4, load_timeout_s=0.3, io="thread"
+    )
     assert all(store.save(keys(6), pool.pages(range(6))))
     until(lambda: store.num_leading(keys(6)) == 6)
     hang_under(tmp_path)
