@@ -8,18 +8,20 @@ import psutil
 import pytest
 
 from kvoffload.io import client as io_client
+from tests.support.older_engine import older_engine
 from tests.support.small_engine import SmallEngine
 
 
 @pytest.fixture
 def engine(kv_caches, new_request, tmp_path):
     disk = {"type": "disk", "root": str(tmp_path / "kv"), "capacity": "64MiB", "min_free": 0}
-    engine = SmallEngine(kv_caches, new_request, disk, slots=24)
-    engine.store("p")
-    yield engine
-    engine.check()
-    engine.connector.close()
-    assert engine.pid not in engine.held().children
+    with older_engine(tmp_path / "kv"):  # so chunks are files, each with a descriptor of its own
+        engine = SmallEngine(kv_caches, new_request, disk, slots=24)
+        engine.store("p")
+        yield engine
+        engine.check()
+        engine.connector.close()
+        assert engine.pid not in engine.held().children
 
 
 @pytest.mark.parametrize("is_continued", [True, False])

@@ -15,7 +15,6 @@ import weakref
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-import numpy as np
 import xxhash
 
 from kvoffload.backends.disk.locks import is_at, open_locked
@@ -199,6 +198,8 @@ class Segment:
 
     def take_changes(self) -> Iterator[tuple[int, bytes, bytes]]:
         """Read the table; yield each slot whose entry changed, the entry before, and the new."""
+        import numpy as np  # takes long, and a new folder has no table
+
         changed_ns = self.vfs.fstat(self._table_fd).st_mtime_ns
         # Within one step of the clock the table may change again and keep its time.
         self._mtime_ns = changed_ns if time.time_ns() - changed_ns > _CLOCK_STEP_NS else -1
@@ -226,6 +227,8 @@ class Segment:
 
     def count(self) -> tuple[int, int]:
         """Return the number of chunks, and the first of their last uses; callers serialize."""
+        import numpy as np
+
         uses = np.frombuffer(self.table, np.uint64)[::_WORDS]
         lengths = np.frombuffer(self.table, np.uint8)[_LENGTH_AT::ENTRY_BYTES]
         has_chunk = (lengths > 0) & (lengths <= MOST_KEY_BYTES)

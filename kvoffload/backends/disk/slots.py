@@ -9,9 +9,9 @@ from kvoffload.backends.disk.chunk_file import ChunkFiles, bytes_on_disk
 from kvoffload.backends.disk.chunk_forms import Seen
 from kvoffload.backends.disk.chunk_slot import ChunkSlots
 from kvoffload.backends.disk.index import Name
-from kvoffload.backends.disk.places import At, gone
 from kvoffload.backends.disk.segment import MOST_KEY_BYTES, WRITING, key_in, pack_entry
 from kvoffload.backends.disk.segments import Segments
+from kvoffload.backends.disk.slot_places import At, gone
 from kvoffload.backends.disk.vfs import Vfs
 
 MOST_CHUNK_BYTES = 256 << 10
