@@ -145,7 +145,9 @@ def test_a_disk_keeps_what_a_queued_request_needs(connect, new_request, kv_cache
     wanted = new_request("wanted", PROMPT)
     connector.request_queued(wanted)
     connector.poll()
-    time.sleep(0.3)  # the stores are told of changes a little later
+    for _ in range(20):  # the stores are told of changes a little later
+        connector.poll()
+        time.sleep(0.05)
     for i in range(6):
         store(connector, new_request(f"running{i}", PROMPT), kv_caches, i + 2)
     assert connector.explain(wanted) == [["DISK"] * 5]
@@ -189,7 +191,9 @@ def test_a_disk_knows_what_is_needed_after_a_death_of_the_io_process(
     connector.poll()
     os.kill(io._peer.pid, signal.SIGKILL)
     poll_until(connector, lambda: io.died and io.tiers["disk"].is_complete)
-    time.sleep(0.3)  # the stores are told of changes a little later
+    for _ in range(20):  # the stores are told of changes a little later
+        connector.poll()
+        time.sleep(0.05)
     for i in range(6):
         store(connector, new_request(f"running{i}", PROMPT), kv_caches, i + 2)
     assert connector.explain(wanted) == [["DISK"] * 5]
