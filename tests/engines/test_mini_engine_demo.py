@@ -21,6 +21,10 @@ ROOT = Path(__file__).parents[2]
 DEMO = ["-c", "from kvoffload.cli.main import main; main()", "demo"]
 
 
+pytestmark = pytest.mark.alone
+"""While other programs run, a load may take longer than to compute: the demo then computes."""
+
+
 @pytest.fixture(scope="module")
 def quick(tmp_path_factory, python):
     """Exit code, report and output folder of one quick demo."""
