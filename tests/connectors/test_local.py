@@ -192,15 +192,21 @@ def test_a_store_is_waited_for_even_if_a_load_into_its_blocks_has_failed_since(
     gate.set()
 
 
+def held_copies(connector):
+    """Let copies wait for an event, which is returned."""
+    copier, gate = connector._spec._copier, threading.Event()
+    copy = copier._copy
+    copier._copy = lambda *copies: (gate.wait(5), copy(*copies))
+    return gate
+
+
 def test_blocks_that_a_preempted_load_still_writes_are_waited_for(
     connect, kv_caches, new_request, until
 ):
     """An engine that ignores the answer of request_finished waits longer, and no more."""
     connector = connect()
     store(connector, new_request("p", 41))
-    copier, gate = connector._spec._copier, threading.Event()
-    copy = copier._copy
-    copier._copy = lambda *copies: (gate.wait(5), copy(*copies))
+    gate = held_copies(connector)
     request = new_request("p", 41)
     tokens = connector.get_num_new_matched_tokens(request, 0)
     connector.update_state_after_alloc(request, [range(20, 31)], tokens)
@@ -284,9 +290,7 @@ def test_a_load_that_outlives_the_wait_of_a_reset_brings_nothing(
 ):
     connector = connect()
     store(connector, new_request("p", 41))
-    copier, gate = connector._spec._copier, threading.Event()
-    copy = copier._copy
-    copier._copy = lambda *copies: (gate.wait(5), copy(*copies))
+    gate = held_copies(connector)
     request = new_request("p", 41)
     tokens = connector.get_num_new_matched_tokens(request, 0)
     connector.update_state_after_alloc(request, [range(20, 31)], tokens)

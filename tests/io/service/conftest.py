@@ -1,8 +1,11 @@
 """Servers of a host, and engines that attach to them."""
 
+import os
+
 import pytest
 
-from tests.support.host_server import EngineInAProcess, HostServer
+from tests.support import kill_points
+from tests.support.host_server import ROOT, EngineInAProcess, HostServer
 from tests.support.small_engine import SmallEngine
 
 
@@ -42,3 +45,12 @@ def engine_process():
     yield make
     for engine in made:
         engine.kill()
+
+
+@pytest.fixture
+def kill_point(tmp_path, monkeypatch):
+    """Kill servers that tests start at a named point."""
+    points = kill_points.installed(tmp_path, monkeypatch)
+    paths = [str(tmp_path / "kill_points"), str(ROOT), os.environ.get("PYTHONPATH", "")]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
+    return points

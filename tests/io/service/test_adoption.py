@@ -17,7 +17,7 @@ from kvoffload.io.service.host_store import HostStore
 from kvoffload.policies.lru import LRUPolicy
 from kvoffload.testing.backends import filled, keys_of, slots
 from tests.support import kill_points
-from tests.support.host_server import ROOT, ClientProcess, HostServer
+from tests.support.host_server import ClientProcess, HostServer
 from tests.support.service_manager import ServiceManager
 
 BLOCKS = 8
@@ -342,14 +342,6 @@ def test_servers_killed_at_any_time_leave_a_warm_memory(
         assert "Traceback" not in server.log
     finally:
         server.kill()
-
-
-@pytest.fixture
-def kill_point(tmp_path, monkeypatch):
-    points = kill_points.installed(tmp_path, monkeypatch)
-    paths = [str(tmp_path / "kill_points"), str(ROOT), os.environ.get("PYTHONPATH", "")]
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
-    return points
 
 
 @pytest.mark.parametrize("rounds", [1, pytest.param(20, marks=pytest.mark.chaos)])

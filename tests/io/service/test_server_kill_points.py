@@ -1,11 +1,8 @@
 """The server of a host killed at a named point, with engines attached: it costs misses only."""
 
-import os
-
 import pytest
 
-from tests.support import kill_points
-from tests.support.host_server import ROOT, HostServer
+from tests.support.host_server import HostServer
 
 pytestmark = pytest.mark.chaos
 
@@ -20,14 +17,6 @@ POINTS = (
 LENDING = POINTS[4:9]
 """They need chunks in memory; the rest is reached by loads from the disk."""
 ATTACHING = ("Open:received", "store:opening", "store:opened", "Opened:unsent", "Opened:sent")
-
-
-@pytest.fixture
-def kill_point(tmp_path, monkeypatch):
-    points = kill_points.installed(tmp_path, monkeypatch)
-    paths = [str(tmp_path / "kill_points"), str(ROOT), os.environ.get("PYTHONPATH", "")]
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
-    return points
 
 
 @pytest.mark.parametrize("point", POINTS)
