@@ -128,16 +128,21 @@ def test_asking_again_ends_with_the_load_of_another_one(connect, new_request, un
     assert connector.get_num_new_matched_tokens(second, 0) == 0
 
 
+def held_copies(connector):
+    """Let copies wait for an event, which is returned."""
+    copier, gate = connector._spec._copier, threading.Event()
+    copy = copier._copy
+    copier._copy = lambda *copies: (gate.wait(5), copy(*copies))
+    return gate
+
+
 @pytest.mark.alone
 def test_blocks_are_not_overwritten_before_their_store_has_read_them(
     connect, kv_caches, new_request, until
 ):
     """Without before_forward a slow copy stores what the next request writes: here it must not."""
     connector = connect()
-    copier = connector._spec._copier
-    gate = threading.Event()
-    copy = copier._copy
-    copier._copy = lambda *copies: (gate.wait(5), copy(*copies))
+    gate = held_copies(connector)
     request = new_request("p", 41)
     blocks = list(range(5, 15))
     original = kv_caches.tensors[0].tensor[blocks].clone()
@@ -178,9 +183,7 @@ def test_a_store_is_waited_for_even_if_a_load_into_its_blocks_has_failed_since(
     loaded = new_request("p", 41)
     store(connector, loaded)
     push_out(connector, new_request)
-    copier = connector._spec._copier
-    gate, copy = threading.Event(), copier._copy
-    copier._copy = lambda *copies: (gate.wait(5), copy(*copies))
+    gate = held_copies(connector)
     connector.after_forward(new_request("q", 41), [range(20, 30)], 40)  # copied only later
     waited = []
     connector._worker.wait = waited.append
@@ -190,14 +193,6 @@ def test_a_store_is_waited_for_even_if_a_load_into_its_blocks_has_failed_since(
     assert len(waited) == 2  # by the load, and still by the forward pass
     del connector._worker.wait
     gate.set()
-
-
-def held_copies(connector):
-    """Let copies wait for an event, which is returned."""
-    copier, gate = connector._spec._copier, threading.Event()
-    copy = copier._copy
-    copier._copy = lambda *copies: (gate.wait(5), copy(*copies))
-    return gate
 
 
 def test_blocks_that_a_preempted_load_still_writes_are_waited_for(
