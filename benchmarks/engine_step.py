@@ -83,16 +83,24 @@ class Prompt:
 
 
 class Loads:
-    """A connector that always loads ``CONCURRENT`` prompts from disk."""
+    """A connector that always loads ``CONCURRENT`` prompts, from disk unless memory holds all."""
 
-    def __init__(self, root: str, case: Case, form: str) -> None:
+    def __init__(
+        self,
+        root: str,
+        case: Case,
+        form: str,
+        device: str = "cpu",
+        prompts_in_memory: int = CONCURRENT,
+    ) -> None:
         page_bytes = case.page_bytes
-        raw = torch.zeros(CHUNKS * (CONCURRENT + 1), page_bytes, dtype=torch.int8)
+        raw = torch.zeros(CHUNKS * (CONCURRENT + 1), page_bytes, dtype=torch.int8, device=device)
         caches = CanonicalKVCaches(
             (CanonicalKVCacheTensor(raw, page_bytes),), ((CanonicalKVCacheRef(0, page_bytes),),)
         )
         disk = {"type": "disk", "root": root, "capacity": "16GiB", "min_free": 0}
-        settings = {"cpu_bytes": page_bytes * CHUNKS * 2, "backends": [disk], "policy": "lru"}
+        cpu_bytes = page_bytes * CHUNKS * prompts_in_memory
+        settings = {"cpu_bytes": cpu_bytes, "backends": [disk], "policy": "lru"}
         settings |= {"blocks_per_chunk": case.per_chunk}
         facts = {"model": "engine_step", "dtype": "int8"}
         self._connector = LocalConnector(

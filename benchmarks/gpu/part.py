@@ -71,6 +71,7 @@ PARTS = {
     "behind": (60, "waits"),
     "latency": (60, "waits"),
     "submit": (60, "measures"),
+    "connector": (90, "connector"),
     "captures": (60, "checks"),
     "expandable": (90, "checks"),
     "round_trips": (120, ""),

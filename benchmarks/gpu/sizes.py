@@ -38,6 +38,8 @@ CHUNKS = 60
 BEHIND = ("61 x 18 KiB", "64 x 64 KiB")
 """Caches whose stores wait for a busy engine."""
 SUBMIT_PAGE, SUBMIT_BLOCKS, SUBMITS = 32 * KIB, (1, 64, 8000), 30
+CONNECTOR_CASES = 3
+"""Sizes of chunks that a connector loads."""
 PINNED_BYTES = 4 * GIB
 CAPTURES = 30
 SMOKE_SLOTS, REGISTRATION_BYTES = 2048, 256 * MIB

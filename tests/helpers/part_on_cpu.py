@@ -27,6 +27,7 @@ SMALL = {
     "STEPS": dict.fromkeys(sizes.STEPS, 3),
     "LISTEN_S": 0.02,
     "PINNED_BYTES": 4 << 20,
+    "CONNECTOR_CASES": 1,
     "CAPTURES": 3,
     "SMALL_PIECES": (1024, 4096),
     "COUNTS": (2, 8),
