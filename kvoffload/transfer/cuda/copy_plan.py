@@ -20,8 +20,8 @@ FIRST_COPIES = 64
 """In a transfer's first batch of direct copies: the bus idles until the driver has taken it in.
 Each later batch has four times as many."""
 MOST_COPIES = 4096
-MOST_BYTES = 64 << 20
-"""In one batch of direct copies."""
+MOST_BYTES = 16 << 20
+"""In one batch of direct copies: 0.3 ms of the bus, for which an engine's small copy may wait."""
 
 
 class CopyPlan:
