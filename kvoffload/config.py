@@ -155,8 +155,8 @@ class OffloadConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     """The part of host memory, and of a disk, that chunks of sessions which said when they return
     may hold, while other chunks need room."""
     batched_copies: bool = True
-    """False: one call of the GPU's driver for each copy, which is slower for pages of 32 KiB and
-    more. It is for a driver whose batched copies fail or copy wrong bytes."""
+    """False: one call of the GPU's driver for each copy, which is slower. It is for
+    a driver whose batched copies fail or copy wrong bytes."""
     io: Literal["process", "thread"] = "process"
     """Where the tiers' code runs: in a process of its own, one for each rank, or in a thread of the
     engine's process. With a thread the engine's steps take longer while chunks are read and

@@ -1,4 +1,4 @@
-"""A connector's whole path, beside a model's steps: a disk or host memory to the GPU."""
+"""A connector's whole path, during a model's steps: a disk or host memory to the GPU."""
 
 import tempfile
 from collections.abc import Callable, Iterator

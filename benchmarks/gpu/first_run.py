@@ -26,9 +26,9 @@ LEAST_S = 10.0
 MOST_LINES, MOST_COLUMNS = 40, 200
 """Of a failed part's output, in the report and on the screen."""
 GOALS = {
-    "one way": ("pieces of 32 KiB and more, one way, of one large copy", min, 0.95),
-    "both ways": ("pieces of 32 KiB and more, both ways, of one large copy each", min, 0.90),
-    "small pieces": ("pieces below 32 KiB, of large copies", min, 0.85),
+    "one way": ("direct pieces, one way, of one large copy", min, 0.95),
+    "both ways": ("direct pieces, both ways, of one large copy each", min, 0.90),
+    "small pieces": ("staged pieces, of large copies", min, 0.85),
     "prefill": ("rate during prefill-like steps, of that with no model", min, 0.90),
     "step p50": ("a model's step during transfers, p50, of that alone", max, 1.02),
     "step p99": ("a model's step during transfers, p99, of that alone", max, 1.05),

@@ -20,10 +20,8 @@ from benchmarks.gpu.ours import (
 from benchmarks.harness import Row, row
 from kvoffload.config import human_bytes
 from kvoffload.messages import CPULoadStoreSpec, GPULoadStoreSpec
+from kvoffload.transfer.cuda.stream_copier import DIRECT_PAGE_BYTES
 from kvoffload.transfer.engine import TransferEngine
-
-LARGE_PIECE = 32 * sizes.KIB
-"""Batched copies of pieces below this size are slow on Hopper."""
 
 
 def rate(way: str, num_bytes: int, moved: int, seconds: float) -> Row:
@@ -106,7 +104,7 @@ def rates() -> Iterator[Row]:
         with Ours(*shape, num_bytes) as ours:
             for one in our_rates(name, ours, num_bytes):
                 goal = "both ways" if one["way"] == "both ways" else "one way"
-                if shape[1] < LARGE_PIECE:
+                if shape[1] < DIRECT_PAGE_BYTES:
                     goal = "small pieces"
                 yield one | ({"goal": goal} if num_bytes == max(sizes.LINK_BYTES) else {})
             how = ", ".join(f"{key} {value}" for key, value in ours.copier.stats().items())

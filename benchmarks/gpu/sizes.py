@@ -28,7 +28,7 @@ LISTEN_S = 0.5
 """How long a second thread's delays are watched, and transfers without a model."""
 SMALL_PIECES = (4 * KIB, 8 * KIB, 16 * KIB, 24 * KIB, 32 * KIB)
 """Around the size from which on pages are copied without staging memory."""
-COUNTS, PROGRAMS = (16, 256, 4096), (8, 16, 32, 64)
+COUNTS, PROGRAMS = (16, 256, 4096), (4, 8, 16, 64)
 """Copies of a call, and programs of a kernel that reads or writes host memory."""
 PLAN_TENSORS = 64
 LANES = ((2, 24 * MIB), (4, 8 * MIB), (4, 64 * MIB), (8, 24 * MIB))
@@ -42,8 +42,8 @@ CONNECTOR_CASES = 3
 """Sizes of chunks that a connector loads."""
 PINNED_BYTES = 4 * GIB
 CAPTURES = 30
-SMOKE_SLOTS, REGISTRATION_BYTES = 2048, 256 * MIB
-"""Slots enough for two registrations of host memory."""
+SMOKE_SLOTS, REGISTRATION_BYTES = 2048, 64 * MIB
+"""Slots enough for several registrations of host memory."""
 SMOKE = {
     "pages of four sizes": ((4096, 18432, 24, 65536), 256),
     "a tensor above 2 GiB": ((65536, 24), 36_000),

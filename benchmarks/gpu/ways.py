@@ -1,6 +1,7 @@
 """Other ways to copy small pages: which of them would make staging memory unnecessary."""
 
 import itertools
+import time
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -8,9 +9,9 @@ from unittest.mock import patch
 
 import numpy as np
 
-from benchmarks.gpu import device, sizes
+from benchmarks.gpu import device, sizes, steps
 from benchmarks.gpu.measures import our_rates
-from benchmarks.gpu.ours import Ours, caches_of, median_s
+from benchmarks.gpu.ours import Background, Ours, caches_of, median_s, quantile, times
 from benchmarks.harness import Row, row
 from kvoffload.messages import CanonicalKVCaches
 from kvoffload.transfer.cuda import stream_copier
@@ -53,24 +54,75 @@ def _kernels_on_host_memory(host: Any, gpu: Any) -> Iterator[Row]:
     """The kernel that gathers and scatters, with pinned host memory in place of its stage."""
     for page, programs in itertools.product(sizes.SMALL_PIECES, sizes.PROGRAMS):
         count = min(max(sizes.COUNTS), len(gpu) // page)
-        caches = caches_of([gpu[: count * page].view(count, page)])
-        part = Part(ChunkLayout(caches, 1).regions[0], 0, 1, page)
-        kernels = device.kernels(caches, part, programs)
-        ids = np.random.default_rng(0).permutation(count).astype(np.int64)
-        table = BlockTable(np.zeros(3 * count, np.int64), device.numbers(3 * count))
-        table.fill((ids, np.arange(count), np.zeros(count, np.int64)))
-        device.put(table)
-        for way in ("store", "load"):
+        kernels = _Kernels(host, gpu, page, count, programs)
+        for way, to_host in (("store", True), ("load", False)):
 
-            def move(
-                kernels: Any = kernels, part: Part = part, table: BlockTable = table, way: str = way
-            ) -> None:
-                kernels.move(part, table, host, way == "store")
+            def move(kernels: _Kernels = kernels, to_host: bool = to_host) -> None:
+                kernels.move(to_host)
                 device.wait_for_all()
 
-            rate = count * page / median_s(move) / 1e9
+            rate = kernels.num_bytes / median_s(move) / 1e9
             case = f"kernel on host memory, {way}, {count} x {page >> 10} KiB, {programs} programs"
             yield row(case, rate, "GB/s")
+    yield from _kernels_beside_steps(host, gpu)
+
+
+def _kernels_beside_steps(host: Any, gpu: Any) -> Iterator[Row]:
+    """The same without end, both ways: a program takes a multiprocessor from the model."""
+    makers = {"prefill-like step": steps.prefill_like, "decode-like step": steps.decode_like}
+    page = max(sizes.SMALL_PIECES)
+    count = min(max(sizes.COUNTS) // 4, len(gpu) // page)
+    for name, step in ((name, make()) for name, make in makers.items()):
+        times(step, 5)
+        alone = times(step, sizes.STEPS[name] // 2)
+        for programs in sizes.PROGRAMS:
+            with _Endless(_Kernels(host, gpu, page, count, programs)) as moved:
+                time.sleep(sizes.LISTEN_S / 10)
+                before = moved.num_bytes
+                took = times(step, sizes.STEPS[name] // 2)
+                rate = (moved.num_bytes - before) / sum(took) / 1e9
+            case = f"kernel on host memory, {programs} programs a direction, {name}"
+            yield row(f"{case}, both ways", rate, "GB/s")
+            for part, share in (("p50", 0.5), ("p99", 0.99)):
+                value, limit = (quantile(found, share) * 1e3 for found in (took, alone))
+                yield row(f"{case} {part}", value, "ms", limit, "alone")
+
+
+class _Kernels:
+    """Our kernel between so many pages of GPU memory and of pinned host memory."""
+
+    def __init__(self, host: Any, gpu: Any, page: int, count: int, programs: int) -> None:
+        self._host = host
+        self.num_bytes = count * page
+        caches = caches_of([gpu[: count * page].view(count, page)])
+        self._part = Part(ChunkLayout(caches, 1).regions[0], 0, 1, page)
+        self._kernels = device.kernels(caches, self._part, programs)
+        ids = np.random.default_rng(0).permutation(count).astype(np.int64)
+        self._table = BlockTable(np.zeros(3 * count, np.int64), device.numbers(3 * count))
+        self._table.fill((ids, np.arange(count), np.zeros(count, np.int64)))
+        device.put(self._table)
+
+    def move(self, to_host: bool) -> None:
+        """Launch on the current stream."""
+        self._kernels.move(self._part, self._table, self._host, to_host)
+
+
+class _Endless(Background):
+    """Kernels in both directions, two in flight in each."""
+
+    def __init__(self, kernels: _Kernels) -> None:
+        super().__init__()
+        self.num_bytes = 0
+        self._kernels = kernels
+        self._streams = {to_host: device.new_stream() for to_host in (True, False)}
+
+    def step(self) -> None:
+        for to_host, stream in self._streams.items():
+            with device.using(stream):
+                for _ in range(2):
+                    self._kernels.move(to_host)
+        device.wait_for_ends(list(self._streams.values()))
+        self.num_bytes += 4 * self._kernels.num_bytes
 
 
 def plans() -> Iterator[Row]:
