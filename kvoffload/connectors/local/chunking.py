@@ -7,8 +7,8 @@ last window. A recurrent layer reads the state at a token.
 import logging
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
 from math import lcm
+from typing import NamedTuple
 
 import numpy as np
 
@@ -60,8 +60,7 @@ def _is_cut(kind: Group) -> bool:
     return kind.findable and not isinstance(kind, MambaGroup)
 
 
-@dataclass(frozen=True)
-class Piece:
+class Piece(NamedTuple):
     """Blocks of one chunk that a transfer moves."""
 
     group: int
@@ -122,8 +121,8 @@ class ChunkGroup:
         per, index = self.per_chunk, self.index
         pieces = [Piece(index, c, c * per, (c + 1) * per) for c in self.chunks(blocks)]
         if pieces:  # only the ends may be parts
-            pieces[0] = replace(pieces[0], first_block=blocks.start)
-            pieces[-1] = replace(pieces[-1], end_block=blocks.stop)
+            pieces[0] = pieces[0]._replace(first_block=blocks.start)
+            pieces[-1] = pieces[-1]._replace(end_block=blocks.stop)
         return pieces
 
 

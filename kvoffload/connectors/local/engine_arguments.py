@@ -84,12 +84,13 @@ def check_tables(tables: BlockTables, groups: ChunkGroups, num_tokens: int) -> N
 
 def check_pieces(pieces: Sequence[Piece], keys: Keys, tables: BlockTables, num_blocks: int) -> None:
     """Raise UsageError if chunks have no key, or are in blocks that the KV cache does not have."""
-    for piece in pieces:
-        group = piece.group
-        if piece.chunk >= len(keys[group]):
+    # From the first piece of each group to its last.
+    firsts = {piece.group: piece for piece in reversed(pieces)}
+    for group, last in {piece.group: piece for piece in pieces}.items():
+        if last.chunk >= len(keys[group]):
             remedy = f"name {len(keys[group])} full chunks; these tokens are more"
             raise _wrong("block_hashes", f"group {group}", remedy)
-        blocks = tables[group][piece.first_block : piece.end_block]
+        blocks = tables[group][firsts[group].first_block : last.end_block]
         block_numbers(blocks, num_blocks, f"block_ids[{group}]")
 
 
