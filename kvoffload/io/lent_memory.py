@@ -31,6 +31,7 @@ class LentMemory:
     def __init__(self, fd: int, pair: socket.socket) -> None:
         self._pair, self._lock = pair, threading.Lock()
         self._num_loans, self._has_left = 0, False
+        self._calls: list[Callable[[], None]] = []
         try:
             self.bytes, address = _mapped(fd)
             """All of it, read-only."""
@@ -64,6 +65,11 @@ class LentMemory:
             self._num_loans -= 1
             self._tell()
 
+    def when_left(self, call: Callable[[], None]) -> None:
+        """Call this once when the last loan of this memory has ended; during a loan, any thread."""
+        with self._lock:
+            self._calls.append(call)
+
     def leave(self) -> None:
         """Borrow no more. The server learns of it when the last copy has ended."""
         with self._lock:
@@ -72,6 +78,8 @@ class LentMemory:
 
     def _tell(self) -> None:
         if self._has_left and not self._num_loans:
+            while self._calls:
+                self._calls.pop()()
             with contextlib.suppress(OSError):  # the server has ended
                 self._pair.shutdown(socket.SHUT_WR)
             self._pair.close()
@@ -123,9 +131,7 @@ class Loan:
         starts: Sequence[int],
         release: Callable[[], None],
     ) -> None:
-        self._memory, self._release = memory, release
-        self.bytes = memory.bytes
-        """The server's memory."""
+        self.memory, self._release = memory, release
         self.numbers = numbers
         """The chunks, by their places in the load."""
         self.starts = starts
@@ -134,4 +140,4 @@ class Loan:
     def end(self) -> None:
         """Let the server use the chunks' memory again; once, from any thread, never waits."""
         self._release()
-        self._memory.ended()
+        self.memory.ended()

@@ -107,15 +107,29 @@ class Copier(Protocol):
         ...
 
 
+class ForeignMemory(Protocol):
+    """Memory of a server, mapped to be read; see :class:`kvoffload.io.lent_memory.LentMemory`."""
+
+    @property
+    def bytes(self) -> memoryview:
+        """All of it."""
+        ...
+
+    def when_left(self, call: Callable[[], None]) -> None:
+        """Call this once when nothing will be read from it any more; the call never waits."""
+        ...
+
+
 @runtime_checkable
 class CopiesFromAnywhere(Protocol):
     """A copier that loads chunks from any host memory, as a server lends it."""
 
-    def launch_from(self, memory: memoryview, moves: Moves, after: Fence) -> CopyFence:
+    def launch_from(self, memory: ForeignMemory, moves: Moves, after: Fence) -> CopyFence:
         """Begin copies to GPU blocks as :meth:`Copier.launch`.
 
         Args:
-            memory: has the chunks whole; each move's host slot is the first byte of one.
+            memory: has the chunks whole, and is not left before the copies have ended; each move's
+                host slot is the first byte of one.
             moves: the chunks.
             after: done when the blocks may be written.
 

@@ -223,6 +223,17 @@ def check_moves(moves: Moves, to_host: bool, layout: ChunkLayout, slab: Slab) ->
         _refuse_repeated("block ids", moves.block_ids)
 
 
+def check_within(memory: memoryview, moves: Moves, layout: ChunkLayout) -> None:
+    """Refuse moves from such memory, each from its first byte, that are not within it.
+
+    Raises:
+        ValueError: naming the places.
+    """
+    starts, sizes = moves.host_slots, np.array(layout.payload_bytes)[moves.chunks[1]]
+    if (starts < 0).any() or (starts + sizes > memory.nbytes).any():
+        raise ValueError(f"chunks at {starts.tolist()} of {memory.nbytes} bytes")
+
+
 def _refuse_outside(what: str, numbers: Integers, lasts: Integers, limit: int) -> None:
     """Refuse ranges from ``numbers`` to ``lasts`` that are not within 0 and the limit."""
     if len(numbers) and (numbers.min() < 0 or lasts.max() >= limit):

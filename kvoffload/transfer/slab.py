@@ -54,6 +54,7 @@ class Slab:
     def __init__(
         self, num_slots: int, slot_bytes: int, fd: int | None = None, setting: str = "cpu_bytes"
     ) -> None:
+        self.name = setting
         self.num_slots = num_slots
         self.slot_bytes = slot_bytes
         self.num_bytes = num_slots * slot_bytes

@@ -153,7 +153,7 @@ class _Part:
             if (copier := self._load.borrowing) is None:
                 raise TypeError("a loan that was not asked for")
             moves.chunks[0] = loan.starts
-            return copier.launch_from(loan.bytes, moves, self._load.after)
+            return copier.launch_from(loan.memory, moves, self._load.after)
 
         fence = self._launch(loan.numbers, launch)
         if fence is None:

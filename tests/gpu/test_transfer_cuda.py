@@ -27,6 +27,7 @@ from tests.support.interleavings import (
     small_parts,
     words,
 )
+from tests.support.lender import Lender
 from tests.support.moves import move, moves_of
 
 pytestmark = [
@@ -277,6 +278,25 @@ def test_memory_and_threads_do_not_grow_over_many_transfers():
         assert threading.active_count() <= threads
     finally:
         copier.close()
+
+
+@pytest.mark.parametrize("direct_page_bytes", [1, 1 << 30])
+def test_chunks_arrive_from_a_server_s_memory_before_it_is_pinned_and_after(
+    direct_page_bytes, until
+):
+    caches, layout, slab = small_parts("cuda", new_slab=tier_slab)
+    lender = Lender(PINNED_BYTES // layout.slot_bytes * layout.slot_bytes)
+    chunks = [3, 0, PORTION_BYTES // layout.slot_bytes, PINNED_BYTES // layout.slot_bytes - 1]
+    with closing(new_copier(caches, slab, layout, direct_page_bytes=direct_page_bytes)) as copier:
+        lender.load(copier, layout, caches, chunks)
+        pinned = copier._device.lent(lender.memory)
+        until(lambda: pinned.pinned_bytes == len(lender.written), 60)
+        for _ in range(3):
+            lender.load(copier, layout, caches, chunks)
+        assert pinned.takes_batches
+        lender.memory.leave()
+        until(lambda: not pinned.pinned_bytes, 60)
+    lender.theirs.close()
 
 
 def test_tensors_on_two_devices_are_refused():

@@ -80,6 +80,11 @@ class FakeCuda:
     def unregister(self, address):
         del self.registered[address]
 
+    def registered_within(self, address, length):
+        """Bytes that are registered of this range."""
+        ranges = self.registered.copy().items()
+        return sum(size for start, size in ranges if address <= start < address + length)
+
     def is_registered(self, address):
         return any(start <= address < start + size for start, size in self.registered.items())
 
@@ -135,8 +140,18 @@ def install(put, portion_bytes):
     put(torch.cuda, "get_device_properties", lambda device: properties)
     put(torch, "empty", fake.empty_of(torch.empty))
     put(pinning, "PAUSES_S", (0.0, 0.0))
-    put(pinning.Pinning.__init__, "__defaults__", (None, portion_bytes))
+    put(pinning.Pinning.__init__, "__defaults__", (portion_bytes,))
     return fake
+
+
+def is_writable(address):
+    """Whether this process may write there."""
+    with open("/proc/self/maps") as maps:
+        for line in maps:
+            first, last = (int(end, 16) for end in line.split(" ")[0].split("-"))
+            if first <= address < last:
+                return "w" in line.split(" ")[1]
+    raise LookupError(address)
 
 
 class FakeDriver:
@@ -151,12 +166,14 @@ class FakeDriver:
     def enter_thread(self):
         self._cuda.entered.add(threading.current_thread().name)
 
-    def register(self, address, length):
+    def register(self, address, length, is_read_only=False):
         assert threading.current_thread().name in self._cuda.entered
+        assert is_read_only is not is_writable(address), "CUDA_ERROR_INVALID_VALUE"
         self._cuda.register(address, length)
 
     def unregister(self, address):
         assert threading.current_thread().name in self._cuda.entered
+        is_writable(address)  # it is still mapped
         self._cuda.unregister(address)
 
     def new_stream(self):

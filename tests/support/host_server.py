@@ -54,7 +54,7 @@ while True:
         places = {i: slab.slot(i, SIZE) for i in range(16)}
         for loan in job.loans:
             starts = zip(loan.numbers, loan.starts)
-            places.update((i, loan.bytes[at : at + SIZE]) for i, at in starts)
+            places.update((i, loan.memory.bytes[at : at + SIZE]) for i, at in starts)
         for i, there in places.items():
             if i == 8:
                 reach("half")

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from kvoffload.messages import CanonicalKVCaches
+from kvoffload.transfer.base import ForeignMemory
 from kvoffload.transfer.cuda.copies import Copies
 from kvoffload.transfer.cuda.device import BlockTable, Part
 from kvoffload.transfer.slab import Slab
@@ -102,6 +103,18 @@ class LateStream:
         return True
 
 
+class LateMemory:
+    """Host memory of a :class:`LateDevice`, pinned as far as tests say."""
+
+    def __init__(self, address: int, pinned_bytes: int) -> None:
+        self.address, self.pinned_bytes = address, pinned_bytes
+        self.portion_bytes = 1 << 60
+
+    def is_settled(self, end: int) -> bool:
+        """See :class:`kvoffload.transfer.cuda.device.HostMemory`."""
+        return self.pinned_bytes >= end
+
+
 class LateDevice:
     """See the module; a :class:`kvoffload.transfer.cuda.device.Device`.
 
@@ -124,7 +137,7 @@ class LateDevice:
         self.is_closed = False
         self.batches = True
         """Whether several copies are one call."""
-        self.pinned_bytes = slab.num_bytes
+        self.slab = LateMemory(slab.address, slab.num_bytes)
         self._kernels = IndexKernels(kv_caches)
         self._slab = slab
         self._stages: list[torch.Tensor] = []
@@ -232,13 +245,13 @@ class LateDevice:
         """See :class:`kvoffload.transfer.cuda.device.Device`."""
         return self.batches
 
-    def copy(self, stream: LateStream, copies: Copies, to_host: bool) -> None:
+    def copy(self, stream: LateStream, copies: Copies, to_host: bool, memory: "LateMemory") -> None:
         """Copy in any order; read some of the slab's bytes early, as the driver is allowed to."""
         columns = list(zip(*(row.tolist() for row in copies), strict=True))
         for device, host, num_bytes in self.draw.sample(columns, len(columns)):
             if self.failures:
                 raise self.failures.popleft()
-            ends = (self._slab.address + host, device)
+            ends = (memory.address + host, device)
             target, source = ends if to_host else ends[::-1]
             if not to_host and self.draw.random() < 0.5:
                 early = ctypes.string_at(source, num_bytes)
@@ -246,13 +259,14 @@ class LateDevice:
                 continue
             stream.enqueue(lambda t=target, s=source, n=num_bytes: ctypes.memmove(t, s, n))  # type: ignore[misc]
 
-    def is_settled(self, end: int) -> bool:
-        """Whether the slab is pinned up to here, as tests say."""
-        return self.pinned_bytes >= end
+    def lent(self, memory: ForeignMemory) -> "LateMemory":
+        """See :class:`kvoffload.transfer.cuda.device.Device`; nothing has to be pinned."""
+        whole = np.frombuffer(memory.bytes, np.int8)
+        return LateMemory(whole.ctypes.data, len(whole))
 
     def stop_pinning(self) -> None:
         """See :class:`kvoffload.transfer.cuda.device.Device`."""
-        self.pinned_bytes = self._slab.num_bytes
+        self.slab.pinned_bytes = self._slab.num_bytes
 
     def stats(self) -> dict[str, str | int]:
         """Name itself."""

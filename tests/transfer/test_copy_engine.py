@@ -37,8 +37,8 @@ class CopyEngine(LateDevice):
             self.now += 1
         return False
 
-    def copy(self, stream, copies, to_host):
-        super().copy(stream, copies, to_host)
+    def copy(self, stream, copies, to_host, memory):
+        super().copy(stream, copies, to_host, memory)
         stream.enqueue(lambda: self._count(int(copies.sizes.sum())))
 
     def _count(self, num_bytes):

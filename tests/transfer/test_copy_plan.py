@@ -16,7 +16,13 @@ from kvoffload.messages import (
     GPULoadStoreSpec,
 )
 from kvoffload.transfer.cuda.copies import Copies
-from kvoffload.transfer.cuda.copy_plan import FIRST_COPIES, MOST_BYTES, MOST_COPIES, CopyPlan
+from kvoffload.transfer.cuda.copy_plan import (
+    FIRST_COPIES,
+    MOST_BYTES,
+    MOST_COPIES,
+    CopyPlan,
+    in_bytes,
+)
 from kvoffload.transfer.layout import ChunkLayout
 from kvoffload.transfer.slab import Slab
 from tests.support.moves import move, moves_of
@@ -40,7 +46,7 @@ def caches_of(pages, num_blocks, padding=0):
 def plan_of(direct_page_bytes, num_blocks=8):
     caches = caches_of([PAGE], num_blocks)
     layout = ChunkLayout(caches, PER_CHUNK)
-    plan = CopyPlan(caches, layout, layout.slot_bytes, 1 << 20, direct_page_bytes)
+    plan = CopyPlan(caches, layout, 1 << 20, direct_page_bytes)
     return plan, caches.tensors[0].tensor.data_ptr()
 
 
@@ -49,15 +55,19 @@ def test_a_transfer_ends_in_the_slab_where_its_last_chunk_does():
     caches = caches_of([PAGE, PAGE, PAGE], 8)
     wide, thin = caches.group_data_refs[0][:2], caches.group_data_refs[0][2:]
     layout = ChunkLayout(CanonicalKVCaches(caches.tensors, (wide, thin)), PER_CHUNK)
-    plan = CopyPlan(caches, layout, 2 * PAGE, 1 << 20, 1)
-    assert plan.host_end(moves_of(move(3, [1]), move(4, [2], group_idx=1))) == 10 * PAGE
-    assert plan.host_end(moves_of(move(2, [1]), move(4, [2], group_idx=1))) == 10 * PAGE
-    assert plan.host_end(moves_of(move(4, [2], group_idx=1))) == 10 * PAGE
-    assert plan.host_end(moves_of(move(4, [2, 3]), move(0, [1]))) == 12 * PAGE
+    plan = CopyPlan(caches, layout, 1 << 20, 1)
+
+    def end(*moves):
+        return plan.host_end(in_bytes(moves_of(*moves), 2 * PAGE))
+
+    assert end(move(3, [1]), move(4, [2], group_idx=1)) == 10 * PAGE
+    assert end(move(2, [1]), move(4, [2], group_idx=1)) == 10 * PAGE
+    assert end(move(4, [2], group_idx=1)) == 10 * PAGE
+    assert end(move(4, [2, 3]), move(0, [1])) == 12 * PAGE
 
 
-def pairs_of(slots_and_blocks):
-    return moves_of(*(move(slot, ids) for slot, *ids in slots_and_blocks))
+def pairs_of(slots_and_blocks, slot_bytes=PER_CHUNK * PAGE):
+    return in_bytes(moves_of(*(move(slot, ids) for slot, *ids in slots_and_blocks)), slot_bytes)
 
 
 def columns(copies):
@@ -120,7 +130,8 @@ def test_every_byte_of_the_blocks_goes_to_its_place_in_the_slots_and_no_other(
             at = region.offset + begin * region.page_bytes
             rows = caches.tensors[region.tensor_idx].tensor[blocks].numpy().ravel()
             expected[slot, at : at + rows.size] = rows
-    plan = CopyPlan(caches, layout, slab.slot_bytes, stage_bytes, 501 if staged else 0)
+    plan = CopyPlan(caches, layout, stage_bytes, 501 if staged else 0)
+    moves = in_bytes(moves, slab.slot_bytes)
     if staged:
         made = []
         for part in plan.parts[0]:
@@ -159,8 +170,9 @@ def test_a_batch_has_a_bounded_number_of_copies_and_bytes():
         (tuple(CanonicalKVCacheRef(i, page) for i in range(tensors)),),
     )
     layout = ChunkLayout(caches, 1)
-    plan = CopyPlan(caches, layout, layout.slot_bytes, 1 << 20, 32 << 10)
+    plan = CopyPlan(caches, layout, 1 << 20, 32 << 10)
     moves = layout.moves(GPULoadStoreSpec(range(chunks)[::-1]), list(range(chunks)))
+    moves = in_bytes(moves, layout.slot_bytes)
     for most in (MOST_COPIES, 256):
         sizes = [copies.sizes for copies in plan.page_copies(0, moves, most)]
         assert sum(batch.sum() for batch in sizes) == tensors * page * chunks
@@ -183,11 +195,12 @@ def test_a_batch_takes_the_same_steps_however_many_copies_it_has(tensors):
     """Thousands of pages cost no Python of their own: the thread would hold the GIL for them."""
     caches = caches_of([64] * tensors, 2 * MOST_COPIES)
     layout = ChunkLayout(caches, 1)
-    plan = CopyPlan(caches, layout, layout.slot_bytes, 1 << 20, 1)
+    plan = CopyPlan(caches, layout, 1 << 20, 1)
 
     def steps(count):
         blocks = np.random.default_rng(0).permutation(2 * MOST_COPIES)[:count]
         moves = layout.moves(GPULoadStoreSpec(blocks), list(range(count)))
+        moves = in_bytes(moves, layout.slot_bytes)
         made = []
 
         def descriptors():

@@ -118,9 +118,9 @@ def test_no_copy_crosses_two_registrations(cuda, to_host, why, until):
     copies = Copies(*(np.array(row) for row in zip(*ends, strict=True)))
     there = torch.from_numpy(slab.flat)[PORTION - 100 :][: PORTION + 200]
     there.fill_(1)
-    until(lambda: device.is_settled(slab.num_bytes))
+    until(lambda: device.slab.is_settled(slab.num_bytes))
     try:
-        device.copy(device.new_stream(), copies, to_host)
+        device.copy(device.new_stream(), copies, to_host, device.slab)
         assert torch.equal(here[7:][: len(there)], there)
         assert to_host is bool((there != 1).any())
         assert cuda.batches == ([] if why else [[100, PORTION, 100, 3]])

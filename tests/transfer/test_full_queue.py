@@ -33,12 +33,12 @@ class FullDevice(LateDevice):
         self.is_released = threading.Event()
         self.stored_bytes = 0
 
-    def copy(self, stream, copies, to_host):
+    def copy(self, stream, copies, to_host, memory):
         if not self.batches and len(stream.work) + len(copies.sizes) > QUEUE:
             self.is_released.wait()
         if to_host:
             self.stored_bytes += int(copies.sizes.sum())
-        super().copy(stream, copies, to_host)
+        super().copy(stream, copies, to_host, memory)
 
     def stand_still(self):
         """Let the engine's stream do nothing more, until :meth:`go_on`."""

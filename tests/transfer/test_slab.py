@@ -170,8 +170,7 @@ def test_a_child_process_does_not_share_pages_that_a_gpu_writes():
     slab = Slab(4, SLOT)
     slab.rows[:] = 1
     assert " dc" not in resident_bytes(slab.address)[1]
-    pinning = Pinning(slab, lambda address, length: None, lambda address: None)
-    pinning.close()
+    slab.keep_from_forks()
     assert " dc" in resident_bytes(slab.address)[1]  # "do not copy area on fork"
 
 

@@ -74,14 +74,14 @@ def test_a_transfer_into_slots_that_are_not_pinned_yet_lets_others_pass(
     """Pinning takes a minute after the start; loads of pinned slots need not wait for it."""
     parts = make(direct_page_bytes=direct_page_bytes, stage_bytes=1000)
     slot_bytes = parts.slab.slot_bytes
-    parts.device.pinned_bytes = 3 * slot_bytes
+    parts.device.slab.pinned_bytes = 3 * slot_bytes
     late = [parts.launch(moves_of(move(0, [1]), move(3 + i, [2, 3])), to_host) for i in range(3)]
     for way in (True, False):
         other = parts.launch(moves_of(move(2, [5, 6])), way)
         assert other.wait(10)
         assert other.error is None
     assert all(fence._events is None for fence in late)
-    parts.device.pinned_bytes = 4 * slot_bytes
+    parts.device.slab.pinned_bytes = 4 * slot_bytes
     assert late[0].wait(10)
     assert late[1]._events is late[2]._events is None
     parts.copier.close()
@@ -267,13 +267,14 @@ def test_a_staged_portion_takes_the_same_steps_however_many_chunks_it_has(to_hos
     caches = CanonicalKVCaches(entries, (refs,))
     layout = ChunkLayout(caches, 1)
     device = Still()
-    launcher = Launcher(device, CopyPlan(caches, layout, layout.slot_bytes, 24 << 20, 1 << 20))
+    launcher = Launcher(device, CopyPlan(caches, layout, 24 << 20, 1 << 20))
 
     def steps(count):
         """Opcodes of a portion."""
         blocks = np.random.default_rng(0).permutation(chunks)[:count]
         moves = layout.moves(GPULoadStoreSpec(blocks), blocks)
-        job = StreamJob(moves, to_host, EngineFence(device), StreamFence(launcher.watch))
+        fences = EngineFence(device), StreamFence(launcher.watch)
+        job = StreamJob(moves, layout.slot_bytes, device.slab, to_host, *fences)
         device.portions = 0
         count = count_opcodes(lambda: list(launcher._launch(job)), "kvoffload/transfer")
         return count, device.portions

@@ -262,7 +262,7 @@ def test_the_device_reads_the_slab_early_or_late():
     slab.rows[:] = 1
     places = np.arange(64)
     copies = Copies(places + target.data_ptr(), places, np.ones(64, np.int64))
-    device.copy(device.new_stream(), copies, to_host=False)
+    device.copy(device.new_stream(), copies, False, device.slab)
     slab.rows[:] = 2
     device.run_all()
     assert set(target.tolist()) == {1, 2}

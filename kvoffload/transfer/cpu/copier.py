@@ -10,9 +10,9 @@ from typing import NamedTuple
 import numpy as np
 
 from kvoffload.messages import CanonicalKVCaches
-from kvoffload.transfer.base import CopyFence, Fence
+from kvoffload.transfer.base import CopyFence, Fence, ForeignMemory
 from kvoffload.transfer.cpu.gather import Indices, PageCopy, PagesOfTensor, gathers, scatters
-from kvoffload.transfer.layout import ChunkLayout, Moves
+from kvoffload.transfer.layout import ChunkLayout, Moves, check_within
 from kvoffload.transfer.slab import HostBytes, Slab
 
 CLOSE_TIMEOUT_S = 5.0
@@ -71,11 +71,9 @@ class CpuCopier:
     def launch(self, moves: Moves, to_host: bool, after: Fence) -> CopyFence:
         return self._launch(moves, to_host, self._slab.flat, self._slab.slot_bytes, after)
 
-    def launch_from(self, memory: memoryview, moves: Moves, after: Fence) -> CopyFence:
-        starts, sizes = moves.host_slots, np.array(self._layout.payload_bytes)[moves.chunks[1]]
-        if (starts < 0).any() or (starts + sizes > memory.nbytes).any():
-            raise ValueError(f"chunks at {starts.tolist()} of {memory.nbytes} bytes")
-        return self._launch(moves, False, np.frombuffer(memory, np.int8), 1, after)
+    def launch_from(self, memory: ForeignMemory, moves: Moves, after: Fence) -> CopyFence:
+        check_within(memory.bytes, moves, self._layout)
+        return self._launch(moves, False, np.frombuffer(memory.bytes, np.int8), 1, after)
 
     def _launch(
         self, moves: Moves, to_host: bool, memory: HostBytes, slot_bytes: int, after: Fence

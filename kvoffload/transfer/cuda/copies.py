@@ -1,4 +1,4 @@
-"""Copies between device memory and the slab, as arrays: no Python object for a page.
+"""Copies between device memory and host memory, as arrays: no Python object for a page.
 
 A large transfer has hundreds of thousands of pages. numpy describes, joins and cuts them in a
 fraction of the time that the bus needs. The driver takes the arrays as they are.
@@ -18,7 +18,7 @@ class Copies(NamedTuple):
     device: Numbers
     """Addresses in device memory."""
     host: Numbers
-    """Places in the slab."""
+    """Places in the slab, or in memory of a server."""
     sizes: Numbers
 
     def take(self, which: npt.NDArray[np.bool_]) -> "Copies":
@@ -35,7 +35,7 @@ class Copies(NamedTuple):
         return Copies(device[begins], host[begins], np.add.reduceat(sizes, begins))
 
     def within_registrations(self, portion_bytes: int) -> "Copies":
-        """Cut copies where a registration of the slab ends: CUDA refuses to cross two."""
+        """Cut copies where a registration of host memory ends: CUDA refuses to cross two."""
         return self._cut(self.host % portion_bytes, portion_bytes)
 
     def of_at_most(self, num_bytes: int) -> "Copies":

@@ -27,8 +27,9 @@ MOST_BYTES = 16 << 20
 class CopyPlan:
     """The way of each group's chunks between blocks and slots.
 
+    The slots of all moves here are the first bytes of chunks: see :func:`in_bytes`.
+
     Args:
-        slot_bytes: distance of two slots.
         stage_bytes: staging memory for one gather; at least the size of the largest region.
         direct_page_bytes: pages of this size and more are not staged.
     """
@@ -37,11 +38,9 @@ class CopyPlan:
         self,
         kv_caches: CanonicalKVCaches,
         layout: ChunkLayout,
-        slot_bytes: int,
         stage_bytes: int,
         direct_page_bytes: int,
     ) -> None:
-        self._slot_bytes = slot_bytes
         self._payloads = np.array(layout.payload_bytes)
         self._tensors = [entry.tensor for entry in kv_caches.tensors]
         # One row for each of a group's regions: address, bytes from block to block, place, page.
@@ -87,9 +86,9 @@ class CopyPlan:
         return max(1, min(self.stage_bytes // part.num_bytes, by_table))
 
     def host_end(self, moves: Moves) -> int:
-        """Return where in the slab the last of these chunks ends."""
-        slots, groups, *_ = moves.chunks
-        return int((slots * self._slot_bytes + self._payloads[groups]).max(initial=0))
+        """Return where in host memory the last of these chunks ends."""
+        starts, groups, *_ = moves.chunks
+        return int((starts + self._payloads[groups]).max(initial=0))
 
     # ---- staged ----
 
@@ -101,9 +100,8 @@ class CopyPlan:
 
     def stage_copies(self, part: Part, moves: Moves, stage: int) -> Copies:
         """Return the copies between slots and staging memory at this address."""
-        slots, _, firsts, _, counts = moves.chunks
+        host, _, firsts, _, counts = moves.chunks
         device = np.arange(len(moves)) * part.num_bytes + stage
-        host = slots * self._slot_bytes
         whole = counts == part.per_chunk
         sizes = np.full(whole.sum(), part.num_bytes)
         copies = Copies(device[whole], host[whole] + part.start, sizes)
@@ -134,7 +132,7 @@ class CopyPlan:
         if not num_regions:
             return
         ids, chunks, within = blocks_of(moves)
-        host = moves.host_slots[chunks] * self._slot_bytes
+        host = moves.host_slots[chunks]
         begin, num_copies = 0, FIRST_COPIES
         while begin < len(ids):
             at_once = max(1, min(num_copies // num_regions, MOST_BYTES // block_bytes))
@@ -146,6 +144,13 @@ class CopyPlan:
                 (host[some] + offsets + within[some] * pages).ravel(),
                 np.broadcast_to(pages, device.shape).ravel(),
             ).joined()
+
+
+def in_bytes(moves: Moves, slot_bytes: int) -> Moves:
+    """Return these chunks with the first byte of each in the place of its slot."""
+    chunks = moves.chunks.copy()
+    chunks[0] *= slot_bytes
+    return Moves(chunks, moves.block_ids)
 
 
 def blocks_of(moves: Moves) -> tuple[Numbers, Numbers, Numbers]:

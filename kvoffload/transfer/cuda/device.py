@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
+from kvoffload.transfer.base import ForeignMemory
 from kvoffload.transfer.cuda.copies import Copies
 from kvoffload.transfer.layout import Numbers, Region
 
@@ -80,8 +81,31 @@ class BlockTable:
         np.concatenate(rows, out=self.host[: 3 * self.count])
 
 
+class HostMemory(Protocol):
+    """Host memory that a device copies from and to: the slab, or memory of a server to read."""
+
+    address: int
+    pinned_bytes: int
+    """So many bytes from the start on are pinned."""
+    portion_bytes: int
+    """Where a multiple of this lies, a copy must be cut."""
+
+    def is_settled(self, end: int) -> bool:
+        """Whether it is pinned up to here, or copies need not wait for that; never blocks."""
+        ...
+
+
 class Device(Protocol):
     """Enqueues work on streams and allocates memory. Errors of its library pass through."""
+
+    @property
+    def slab(self) -> HostMemory:
+        """The slab."""
+        ...
+
+    def lent(self, memory: ForeignMemory) -> HostMemory:
+        """Return memory of a server, which is pinned from the first call on until it is left."""
+        ...
 
     def prepare(self, parts: Sequence[Part]) -> bool:
         """Compile the kernels for these parts; False if the device has no kernels."""
@@ -129,16 +153,12 @@ class Device(Protocol):
         """Whether several copies are one call of the driver; may change to False."""
         ...
 
-    def copy(self, stream: Stream, copies: Copies, to_host: bool) -> None:
-        """Copy between device memory and the slab, in any order among the copies.
+    def copy(self, stream: Stream, copies: Copies, to_host: bool, memory: HostMemory) -> None:
+        """Copy between device memory and host memory, in any order among the copies.
 
-        The slots are settled. The bytes of the slab do not change meanwhile, so they may be read
-        earlier than the stream's order says.
+        The places are settled. The bytes in host memory do not change meanwhile, so they may be
+        read earlier than the stream's order says.
         """
-        ...
-
-    def is_settled(self, end: int) -> bool:
-        """Whether the slab is pinned up to here, or will not be; never blocks."""
         ...
 
     def stop_pinning(self) -> None:

@@ -19,7 +19,7 @@ _BATCHES = (("cuMemcpyBatchAsync", True), ("cuMemcpyBatchAsync_v2", False))
 """Exported names, and whether the call has CUDA 12's place for the number of the failed copy."""
 _NON_BLOCKING = 1
 _CAPTURE_MODE_RELAXED = 2
-_REGISTERED_FOR_ALL_CONTEXTS = 1
+_REGISTERED_FOR_ALL_CONTEXTS, _REGISTERED_TO_BE_READ = 1, 8
 _SOURCE_IN_STREAM_ORDER, _SOURCE_AT_ANY_TIME = 1, 3
 _REGISTERED_MEMORY_HAS_ONE_ADDRESS = 91
 _ADDRESS = ctypes.c_uint64
@@ -104,9 +104,10 @@ class Driver:
 
     # ---- host memory ----
 
-    def register(self, address: int, num_bytes: int) -> None:
-        """Pin host memory; takes some tenths of a second for each gigabyte."""
-        rest = (ctypes.c_size_t(num_bytes), ctypes.c_uint(_REGISTERED_FOR_ALL_CONTEXTS))
+    def register(self, address: int, num_bytes: int, is_read_only: bool = False) -> None:
+        """Pin host memory; takes a tenth of a second for each gigabyte."""
+        flags = _REGISTERED_FOR_ALL_CONTEXTS | (_REGISTERED_TO_BE_READ if is_read_only else 0)
+        rest = (ctypes.c_size_t(num_bytes), ctypes.c_uint(flags))
         self._call("cuMemHostRegister_v2", ctypes.c_void_p(address), *rest)
 
     def unregister(self, address: int) -> None:

@@ -1,4 +1,4 @@
-"""Pins the slab for a GPU, portion by portion, while the engine starts.
+"""Pins host memory for a GPU, portion by portion, while the engine starts.
 
 Registering memory takes some tenths of a second for each gigabyte, with locks of the driver. A
 thread therefore registers it in portions, without the GIL, while the engine starts and serves.
@@ -15,9 +15,9 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Protocol
 
 from kvoffload.config import human_bytes
-from kvoffload.transfer.slab import Slab
 
 log = logging.getLogger(__name__)
 
@@ -31,56 +31,73 @@ PAUSES_S = (0.05, 0.1, 0.2, 0.4, 0.8, 1.6)
 or a shortage of memory."""
 
 
+class Pinnable(Protocol):
+    """Host memory in one piece."""
+
+    @property
+    def name(self) -> str:
+        """What it is, for the log."""
+        ...
+
+    @property
+    def address(self) -> int: ...
+
+    @property
+    def num_bytes(self) -> int: ...
+
+    def populate(self, start: int, length: int) -> bool:
+        """Let the kernel allocate a part; False if it will do so at the first use."""
+        ...
+
+
 class Pinning:
-    """Pins a slab in the background; :meth:`close` unpins it.
+    """Pins host memory in the background; :meth:`close` unpins it.
 
     Args:
-        slab: the memory, which must outlive this object.
+        memory: kept until it is unpinned.
         register: pins ``(address, length)``; raises if it cannot. Runs on the pinning thread.
         unregister: unpins the portion at an address. Runs on that thread too.
-        numa_node: the node for the pages, if it is known.
         portion_bytes: how much is registered at once; whole pages.
     """
 
     def __init__(
         self,
-        slab: Slab,
+        memory: Pinnable,
         register: Callable[[int, int], None],
         unregister: Callable[[int], None],
-        numa_node: int | None = None,
         portion_bytes: int = PORTION_BYTES,
     ) -> None:
+        self.address = memory.address
         self.pinned_bytes = 0
         self.error: Exception | None = None
         """Why the rest is not pinned. Copies of it work, slowly."""
-        self._slab = slab
         self._register = register
         self._unregister = unregister
         self.portion_bytes = portion_bytes
         self._is_stopping = self._is_closing = False
         self._progress = threading.Condition()
-        slab.keep_from_forks()
-        if numa_node is not None:
-            slab.prefer_node(numa_node)
-        self._thread = threading.Thread(target=self._run, name="kvoffload-pin", daemon=True)
+        # The thread alone keeps the memory: that of a server is unmapped with its last user.
+        self._thread = threading.Thread(
+            target=self._run, args=(memory,), name="kvoffload-pin", daemon=True
+        )
         self._thread.start()
 
-    def _run(self) -> None:
-        self._pin_all()
+    def _run(self, memory: Pinnable) -> None:
+        self._pin_all(memory)
         with self._progress:
             self._progress.wait_for(lambda: self._is_closing)
         self._unpin_all()
 
-    def _pin_all(self) -> None:
-        total, begun_s = self._slab.num_bytes, time.monotonic()
+    def _pin_all(self, memory: Pinnable) -> None:
+        total, begun_s = memory.num_bytes, time.monotonic()
         logged_s = begun_s
         for start in range(0, total, self.portion_bytes):
             length = min(self.portion_bytes, total - start)
             try:
-                if not self._pin(start, length):
+                if not self._pin(memory, start, length):
                     return
             except Exception as error:
-                self._give_up(error, start)
+                self._give_up(memory, error, start)
                 return
             with self._progress:
                 self.pinned_bytes += length
@@ -89,34 +106,36 @@ class Pinning:
             if time.monotonic() - logged_s > PROGRESS_S:
                 logged_s = time.monotonic()
                 done = human_bytes(start + length)
-                log.info("host memory: %s of %s pinned", done, human_bytes(total))
-        log.info("host memory: %s pinned in %.1f s", human_bytes(total), time.monotonic() - begun_s)
+                log.info("%s: %s of %s pinned", memory.name, done, human_bytes(total))
+        took_s = time.monotonic() - begun_s
+        log.info("%s: %s pinned in %.1f s", memory.name, human_bytes(total), took_s)
 
-    def _pin(self, start: int, length: int) -> bool:
+    def _pin(self, memory: Pinnable, start: int, length: int) -> bool:
         """Pin a portion, in several tries if need be; False if the copier was closed meanwhile."""
-        self._slab.populate(start, length)
-        address = self._slab.address + start
+        memory.populate(start, length)
+        address = self.address + start
         for pause_s in PAUSES_S:
             try:
                 self._register(address, length)
                 return True
             except Exception as error:
-                log.info("host memory: a portion is not pinned yet (%s); trying again", error)
+                log.info("%s: a portion is not pinned yet (%s); trying again", memory.name, error)
             with self._progress:
                 if self._progress.wait_for(lambda: self._is_stopping, pause_s):
                     return False
         self._register(address, length)
         return True
 
-    def _give_up(self, error: Exception, start: int) -> None:
+    def _give_up(self, memory: Pinnable, error: Exception, start: int) -> None:
         limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
         memlock = "unlimited" if limit == resource.RLIM_INFINITY else human_bytes(limit)
         log.warning(
-            "cpu_bytes: only %s of %s could be pinned (%s); the rest is copied more slowly. "
+            "%s: only %s of %s could be pinned (%s); the rest is copied more slowly. "
             "RLIMIT_MEMLOCK is %s; NVIDIA's driver does not count pinned memory against it, "
             "sandboxes may: see ulimit -l",
+            memory.name,
             human_bytes(start),
-            human_bytes(self._slab.num_bytes),
+            human_bytes(memory.num_bytes),
             error,
             memlock,
         )
@@ -124,12 +143,12 @@ class Pinning:
 
     def _unpin_all(self) -> None:
         """Unpin, on the thread that pinned: it has the device's context."""
-        first = self._slab.address
         for start in range(0, self.pinned_bytes, self.portion_bytes):
+            address = self.address + start
             try:
-                self._unregister(first + start)
+                self._unregister(address)
             except Exception as error:
-                log.warning("host memory at %d could not be unpinned: %s", first + start, error)
+                log.warning("host memory at %d could not be unpinned: %s", address, error)
         self.pinned_bytes = 0
 
     def is_settled(self, end: int) -> bool:
@@ -142,13 +161,17 @@ class Pinning:
             self._is_stopping = True
             self._progress.notify_all()
 
-    def close(self) -> None:
-        """Unpin all, in the background if it takes long; no copy may run any more."""
+    def let_go(self) -> None:
+        """Begin to unpin all; never waits. No copy may run any more."""
         with self._progress:
             self._is_stopping = self._is_closing = True
             self._progress.notify_all()
+
+    def close(self) -> None:
+        """Unpin all, in the background if it takes long; no copy may run any more."""
+        self.let_go()
         self._thread.join(CLOSE_TIMEOUT_S)
-        if self._thread.is_alive():  # the thread keeps the slab, so nothing is freed too early
+        if self._thread.is_alive():  # it keeps the memory, so nothing is freed too early
             log.warning("host memory is still pinned after %.0f s; left alone", CLOSE_TIMEOUT_S)
 
 

@@ -23,13 +23,13 @@ from typing import TYPE_CHECKING
 
 from kvoffload.config import human_bytes
 from kvoffload.messages import CanonicalKVCaches
-from kvoffload.transfer.base import CopyFence, Fence
+from kvoffload.transfer.base import CopyFence, Fence, ForeignMemory
 from kvoffload.transfer.cuda.call_watch import CallWatch
 from kvoffload.transfer.cuda.copies import Copies
-from kvoffload.transfer.cuda.copy_plan import MOST_COPIES, CopyPlan, blocks_of
-from kvoffload.transfer.cuda.device import BlockTable, Device, Event, Part, Stream
+from kvoffload.transfer.cuda.copy_plan import MOST_COPIES, CopyPlan, blocks_of, in_bytes
+from kvoffload.transfer.cuda.device import BlockTable, Device, Event, HostMemory, Part, Stream
 from kvoffload.transfer.cuda.fences import POLL_S, EngineFence, StreamFence, Timing
-from kvoffload.transfer.layout import ChunkLayout, Moves
+from kvoffload.transfer.layout import ChunkLayout, Moves, check_within
 from kvoffload.transfer.slab import Slab
 
 if TYPE_CHECKING:
@@ -73,11 +73,14 @@ class StreamJob:
     """A transfer in flight."""
 
     moves: Moves
+    slot_bytes: int
+    """The unit of their host slots."""
+    memory: HostMemory
     to_host: bool
     after: Fence
     fence: StreamFence
     host_end: int = 0
-    """Where in the slab its last chunk ends."""
+    """Where in host memory its last chunk ends."""
     lanes: list[Lane] = field(default_factory=list)
     """The lanes used so far, in the order of their first use."""
     timing: Timing = field(default_factory=Timing)
@@ -165,6 +168,7 @@ class Launcher:
                 elif isinstance(job, StreamFence):
                     watched.append(job)
                 else:
+                    job.moves = in_bytes(job.moves, job.slot_bytes)
                     job.host_end = self._plan.host_end(job.moves)
                     begun[job.to_host].append((job, self._launch(job)))
             # Both directions take turns: a large store does not hold up a load.
@@ -183,7 +187,7 @@ class Launcher:
         A transfer whose slots are not pinned yet lets later ones pass: pinning takes a minute.
         """
         for _ in range(len(jobs)):
-            if self._device.is_settled(jobs[0][0].host_end):
+            if jobs[0][0].memory.is_settled(jobs[0][0].host_end):
                 break
             jobs.rotate(-1)
         else:
@@ -244,7 +248,7 @@ class Launcher:
         self._follow_engine(job, lane)
         if flying:
             lane.stream.wait_event(flying[-1][0])
-        self._device.copy(lane.stream, copies, job.to_host)
+        self._device.copy(lane.stream, copies, job.to_host, job.memory)
         calls = 1 if self._device.has_batches() else len(copies.sizes)
         share = max(calls / MOST_CALLS, int(copies.sizes.sum()) / MOST_BYTES)
         flying.append((lane.stream.record_event(), share))
@@ -267,10 +271,10 @@ class Launcher:
                 device.upload(stream, table)
                 self._follow_engine(job, lane)
                 device.move(stream, part, table, stage, to_stage=True)
-                device.copy(stream, copies, to_host=True)
+                device.copy(stream, copies, True, job.memory)
             else:
                 # The copy writes only staging memory: it need not wait for the engine.
-                device.copy(stream, copies, to_host=False)
+                device.copy(stream, copies, False, job.memory)
                 device.upload(stream, table)
                 self._follow_engine(job, lane)
                 device.move(stream, part, table, stage, to_stage=False)
@@ -364,12 +368,13 @@ class StreamCopier:
         direct_page_bytes: int = DIRECT_PAGE_BYTES,
     ) -> None:
         self._layout = layout
+        self._slot_bytes = slab.slot_bytes
         self._device = device
         self._why_less = ""
         """Why there is less staging memory than asked for."""
 
         def plan(stage_bytes: int, direct_page_bytes: int) -> CopyPlan:
-            return CopyPlan(kv_caches, layout, slab.slot_bytes, stage_bytes, direct_page_bytes)
+            return CopyPlan(kv_caches, layout, stage_bytes, direct_page_bytes)
 
         try:
             sizes = _halved(min(stage_bytes, slab.num_bytes))
@@ -404,9 +409,18 @@ class StreamCopier:
         return EngineFence(self._device.engine_event())
 
     def launch(self, moves: Moves, to_host: bool, after: Fence) -> CopyFence:
-        job = StreamJob(moves, to_host, after, StreamFence(self._launcher.watch))
-        self._launcher.submit(job)
-        return job.fence
+        return self._launch(moves, self._slot_bytes, self._device.slab, to_host, after)
+
+    def launch_from(self, memory: ForeignMemory, moves: Moves, after: Fence) -> CopyFence:
+        check_within(memory.bytes, moves, self._layout)
+        return self._launch(moves, 1, self._device.lent(memory), False, after)
+
+    def _launch(
+        self, moves: Moves, slot_bytes: int, memory: HostMemory, to_host: bool, after: Fence
+    ) -> CopyFence:
+        fence = StreamFence(self._launcher.watch)
+        self._launcher.submit(StreamJob(moves, slot_bytes, memory, to_host, after, fence))
+        return fence
 
     def stats(self) -> dict[str, str | int]:
         groups = zip(self._plan.parts, self._layout.regions, strict=True)

@@ -2,7 +2,9 @@
 
 import logging
 import math
+import threading
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, cast
 
 import numpy as np
@@ -10,8 +12,9 @@ import torch
 
 from kvoffload.config import human_bytes
 from kvoffload.messages import CanonicalKVCaches
+from kvoffload.transfer.base import ForeignMemory
 from kvoffload.transfer.cuda.copies import Copies
-from kvoffload.transfer.cuda.device import BlockTable, Event, Part, Stream
+from kvoffload.transfer.cuda.device import BlockTable, Event, HostMemory, Part, Stream
 from kvoffload.transfer.cuda.driver import Driver
 from kvoffload.transfer.cuda.pinning import Pinning, numa_node_of
 from kvoffload.transfer.slab import Slab
@@ -66,6 +69,29 @@ class CudaStream:
         self.torch.synchronize()
 
 
+class LentView:
+    """Memory of a server, as one that can be pinned."""
+
+    name = "the server's memory"
+
+    def __init__(self, memory: memoryview) -> None:
+        self._bytes = np.frombuffer(memory, np.int8)
+        self.address = self._bytes.ctypes.data
+        self.num_bytes = len(self._bytes)
+
+    def populate(self, start: int, length: int) -> bool:
+        return False  # it is the server's, and another thread maps what it has
+
+
+class LentPinning(Pinning):
+    """Loads from memory of a server do not wait until it is pinned: they are slower before."""
+
+    takes_batches = True
+
+    def is_settled(self, end: int) -> bool:
+        return True
+
+
 class CudaDevice:
     """The GPU of the caches. It begins pinning the slab at once.
 
@@ -81,7 +107,6 @@ class CudaDevice:
     ) -> None:
         self._device = kv_caches.tensors[0].tensor.device
         self._kv_caches = kv_caches  # keeps the tensors' memory
-        self._slab = slab
         self._driver = Driver(self._device.index)
         self._streams: list[int] = []
         self._kernels: Any = None
@@ -89,7 +114,13 @@ class CudaDevice:
         """For each choice, why the better way is not taken."""
         if why := self._driver.why_no_batches() if batches else "not asked for":
             self._why_not["copies"] = why
-        self._pinning = Pinning(slab, self._pin, self._driver.unregister, self._numa_node())
+        slab.keep_from_forks()
+        if (node := self._numa_node()) is not None:
+            slab.prefer_node(node)
+        self.slab = Pinning(slab, self._pin, self._driver.unregister)
+        self._lent: dict[int, LentPinning] = {}
+        """Memory of servers, by its address."""
+        self._lending = threading.Lock()
 
     def prepare(self, parts: Sequence[Part]) -> bool:
         """Compile the kernels, and upload what they need of these parts; wait for the device."""
@@ -111,10 +142,28 @@ class CudaDevice:
 
     # ---- host memory ----
 
-    def _pin(self, address: int, length: int) -> None:
+    def _pin(self, address: int, length: int, is_read_only: bool = False) -> None:
         # Without torch, whose code would abort the process if the interpreter ended meanwhile.
         self._driver.enter_thread()
-        self._driver.register(address, length)
+        self._driver.register(address, length, is_read_only)
+
+    def lent(self, memory: ForeignMemory) -> LentPinning:
+        view = LentView(memory.bytes)
+        with self._lending:
+            pinning = self._lent.get(view.address)
+            is_new = pinning is None
+            if pinning is None:
+                pin = partial(self._pin, is_read_only=True)
+                pinning = LentPinning(view, pin, self._driver.unregister)
+                self._lent[view.address] = pinning
+        if is_new:
+            memory.when_left(partial(self._leave, view.address))
+        return pinning
+
+    def _leave(self, address: int) -> None:
+        with self._lending:
+            if (pinning := self._lent.pop(address, None)) is not None:
+                pinning.let_go()
 
     def _numa_node(self) -> int | None:
         properties: Any = torch.cuda.get_device_properties(self._device)
@@ -173,28 +222,34 @@ class CudaDevice:
         with torch.cuda.stream(cast(CudaStream, stream).torch):
             self._kernels.move(part, table, stage, to_stage)
 
-    def copy(self, stream: Stream, copies: Copies, to_host: bool) -> None:
-        pinned_bytes = self._pinning.pinned_bytes
-        copies = copies.within_registrations(self._pinning.portion_bytes).of_at_most(COPY_BYTES)
+    def copy(self, stream: Stream, copies: Copies, to_host: bool, memory: HostMemory) -> None:
+        pinned_bytes = memory.pinned_bytes
+        copies = copies.within_registrations(memory.portion_bytes).of_at_most(COPY_BYTES)
         pinned = copies.host < pinned_bytes
-        copies = copies._replace(host=copies.host + self._slab.address)
-        self._enqueue(_handle(stream), copies.take(pinned), to_host)
+        copies = copies._replace(host=copies.host + memory.address)
+        self._enqueue(_handle(stream), copies.take(pinned), to_host, memory)
         self._one_by_one(_handle(stream), copies.take(~pinned), to_host)
 
     def has_batches(self) -> bool:
         return "copies" not in self._why_not
 
-    def _enqueue(self, stream: int, copies: Copies, to_host: bool) -> None:
+    def _enqueue(
+        self, stream: int, copies: Copies, to_host: bool, memory: HostMemory | None = None
+    ) -> None:
         """Copy from and to pinned memory, whose addresses the copies name.
 
         A single copy is a batch too: the older call takes a lock that other threads wait for.
         """
-        if self.has_batches() and len(copies.sizes):
+        lent = memory if isinstance(memory, LentPinning) else None
+        if self.has_batches() and len(copies.sizes) and (lent is None or lent.takes_batches):
             try:
                 self._driver.batch(stream, *copies, to_host)
             except Exception as error:
                 # Copies of the batch that were enqueued are repeated below: the same bytes.
-                self._why_not["copies"] = str(error)
+                if lent is not None:
+                    lent.takes_batches = False
+                else:
+                    self._why_not["copies"] = str(error)
                 log.warning("batched copies do not work here (%s); copying one by one", error)
             else:
                 return
@@ -204,26 +259,29 @@ class CudaDevice:
         for device, host, num_bytes in zip(*(row.tolist() for row in copies), strict=True):
             self._driver.copy(stream, device, host, num_bytes, to_host)
 
-    def is_settled(self, end: int) -> bool:
-        return self._pinning.is_settled(end)
-
     def stop_pinning(self) -> None:
-        self._pinning.stop()
+        for pinning in self._pinnings():
+            pinning.stop()
+
+    def _pinnings(self) -> list[Pinning]:
+        with self._lending:
+            return [self.slab, *self._lent.values()]
 
     def stats(self) -> dict[str, str | int]:
-        error = self._pinning.error
+        error = self.slab.error
         why_not = {**self._why_not, **({"pinned": str(error)} if error else {})}
         return {
             "copier": "cuda",
             "device": torch.cuda.get_device_name(self._device),
             "kernels": "triton" if self._kernels is not None else "none",
             "copies": "batched" if self.has_batches() else "one by one",
-            "pinned_bytes": self._pinning.pinned_bytes,
+            "pinned_bytes": self.slab.pinned_bytes,
             **{f"why_not_{choice}": why for choice, why in why_not.items()},
         }
 
     def close(self) -> None:
-        self._pinning.close()
+        for pinning in self._pinnings():
+            pinning.close()
         while self._streams:
             self._driver.destroy_stream(self._streams.pop())
 

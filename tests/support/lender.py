@@ -1,0 +1,57 @@
+"""Memory of a server, as an engine gets it, with chunks to load from it."""
+
+import os
+import socket
+from collections.abc import Sequence
+
+import numpy as np
+
+from kvoffload.io.lent_memory import LentMemory
+from kvoffload.messages import CanonicalKVCaches, GPULoadStoreSpec
+from kvoffload.transfer.base import Copier, CopiesFromAnywhere
+from kvoffload.transfer.layout import ChunkLayout
+from kvoffload.transfer.slab import create_shared_memory
+
+
+class BorrowingCopier(Copier, CopiesFromAnywhere):
+    """A copier of both kinds."""
+
+
+class Lender:
+    """A file that the engine can only read, full of noise; ``theirs`` is the server's socket."""
+
+    def __init__(self, num_bytes: int) -> None:
+        fd = create_shared_memory(num_bytes)
+        self.written = np.random.default_rng(0).integers(-128, 127, num_bytes, np.int8)
+        os.pwrite(fd, self.written.tobytes(), 0)
+        mine, self.theirs = socket.socketpair()
+        self.memory = LentMemory(os.open(f"/proc/self/fd/{fd}", os.O_RDONLY), mine)
+        os.close(fd)
+
+    def load(
+        self,
+        copier: BorrowingCopier,
+        layout: ChunkLayout,
+        caches: CanonicalKVCaches,
+        chunks: Sequence[int],
+    ) -> None:
+        """Load these chunks, which lie as in slots, and compare every byte."""
+        loan = self.memory.borrow(
+            range(len(chunks)), [chunk * layout.slot_bytes for chunk in chunks], lambda: None
+        )
+        (per_chunk,) = layout.per_chunk
+        blocks = np.random.default_rng(1).permutation(layout.num_blocks)
+        blocks = blocks[: per_chunk * len(chunks)].reshape(len(chunks), per_chunk)
+        for entry in caches.tensors:
+            entry.tensor.zero_()
+        moves = layout.moves(GPULoadStoreSpec(blocks.ravel()), loan.starts)
+        fence = copier.launch_from(loan.memory, moves, copier.record_fence())
+        fence.when_reached(loan.end)
+        assert fence.wait(60)
+        assert fence.error is None
+        for mine, start in zip(blocks.tolist(), loan.starts, strict=True):
+            for tensor_idx, offset, page_bytes in layout.regions[0]:
+                at = start + offset
+                wanted = self.written[at : at + per_chunk * page_bytes].reshape(per_chunk, -1)
+                found = caches.tensors[tensor_idx].tensor[mine, :page_bytes].cpu().numpy()
+                assert np.array_equal(found, wanted)
