@@ -292,8 +292,9 @@ class Spares(Protocol):
     def spare(self, keys: Collection[bytes]) -> None:
         """Evict these chunks last, and those of the call before as usual again.
 
-        Called on the I/O loop, does no I/O. Unknown keys are ignored. The store evicts what it is
-        told to spare if nothing else is left.
+        Called on the I/O loop, does no I/O, and as soon as the store is open. Keys that the store
+        has not count when it stores or finds them. The store evicts what it is told to spare if
+        nothing else is left.
         """
         ...
 

@@ -16,13 +16,13 @@ ON_DISK = 64 * 1024
 DEFAULTS = {"capacity": ByteSize(64 << 20), "min_free": ByteSize(0), "form": "files"}
 
 
-def open_disk(root, namespace="disk", vfs=None, **settings):
+def open_disk(root, namespace="disk", vfs=None, *, ready=True, **settings):
     settings = DEFAULTS | settings
     form = settings.pop("form")
     backend = DiskBackend(DiskOptions(root=str(root), **settings), namespace, vfs=vfs)
     if form == "files":
         in_form(backend, form)
-    assert backend.wait_ready(60)
+    assert not ready or backend.wait_ready(60)
     return backend
 
 

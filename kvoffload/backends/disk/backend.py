@@ -65,8 +65,10 @@ class DiskBackend(ThreadPoolBackend):
         """
         self.options = options
         self.namespace = namespace
+        self._needed: set[Name] = set()
+        """Chunks to be spared."""
         self._told: set[Name] = set()
-        """Chunks to be spared, of the last call."""
+        """Those of them that the process which evicts learns of, if it is another one."""
         vfs = vfs or Vfs()
         with contextlib.ExitStack() as undo:
             self._store = DiskStore(vfs, options, namespace)
@@ -233,7 +235,9 @@ class DiskBackend(ThreadPoolBackend):
             self._was_serving = is_serving
             store.index.list_again()
         names = store.index.take_changes(limit)
-        self._is_complete = self._is_complete or (is_ready and not store.index.num_changes)
+        if is_ready and not self._is_complete and not store.index.num_changes:
+            self._is_complete = True
+            self._tell_needed()  # the scan may have found more of them
         return [(name[2:], is_serving and store.knows(name)) for name in names]
 
     @property
@@ -262,13 +266,17 @@ class DiskBackend(ThreadPoolBackend):
         """See :class:`Spares`; if another process evicts, it learns of a use of these chunks."""
         if self.is_closed:
             return
-        names = {name_of(0, key) for key in keys}
+        self._needed = {name_of(0, key) for key in keys}
+        self._store.index.spare(self._needed)
+        self._tell_needed()
+
+    def _tell_needed(self) -> None:
+        index, uses = self._store.index, self._store.uses
         if not self._store.root.evictor.held:
-            known, uses = self._store.index, self._store.uses
-            new = names - self._told  # an access time a chunk, and none that would renew an old one
-            uses.used([name for name in new if name in known and uses.is_fresh(name)])
-            self._told = names
-        self._store.index.spare(names)
+            new = self._needed - self._told  # an access time a chunk, once
+            new = {name for name in new if name in index and uses.is_fresh(name)}  # none is renewed
+            uses.used(new)
+            self._told = self._told & self._needed | new
 
     def expect(self, returns: Sequence[ToldReturn], share: float) -> None:
         """See :class:`Spares`; if another process evicts, it learns nothing."""

@@ -81,8 +81,10 @@ class Index:
         """Chunks that fit, as estimated from the first one."""
         self._returns: ReturnOrder | None = None
         """Wraps the policy from the first told return on."""
+        self._needed: frozenset[Name] = frozenset()
+        """Names that requests wait for, whether they are known or a scan is yet to find them."""
         self._spared: set[Name] = set()
-        """Names that are out of the policy's order, because requests wait for them."""
+        """Those of them that are out of the policy's order."""
         self._changes = ChangedKeys()
         """Names of the own namespace that appeared or left."""
 
@@ -240,27 +242,33 @@ class Index:
                 self._returns.capacity = len(self._sizes)  # now it is full
             taken = [*order.victims(count)]
             if len(taken) < count and self._spared:
+                self._needed = frozenset()
                 self._end_sparing(list(self._spared))
                 taken += order.victims(count - len(taken))
             return taken
 
     def spare(self, names: Collection[Name]) -> None:
-        """Take these names out of the order, and put back those of the call before."""
-        gone = [name for name in list(self._spared) if name not in names]
+        """Take these names out of the order once they are known; put back those of before."""
+        needed = frozenset(names)
+        with self._lock:
+            self._needed = needed
+        gone = [name for name in list(self._spared) if name not in needed]
         for start in range(0, len(gone), _SLICE):
             with self._lock:
                 self._end_sparing(gone[start : start + _SLICE])
-        remaining = iter(names)
+        remaining = iter(needed)
         while part := list(islice(remaining, _SLICE)):
             with self._lock:
                 self._spare(part)
 
     def _spare(self, names: Iterable[Name]) -> None:
-        order, spared = self._order, self._spared
-        if order is None:
+        """Take those of these names out of the order that requests wait for."""
+        order, spared, needed = self._order, self._spared, self._needed
+        if order is None or not needed:
             return
         try:
-            new = [name for name in names if name not in spared and name in order.normal]
+            new = [name for name in names if name in needed and name not in spared]
+            new = [name for name in new if name in order.normal]
             order.keep(new)
             spared.update(new)
         except Exception as error:
@@ -344,6 +352,7 @@ class Index:
     def _put_back(self, name: Name) -> None:
         if self._order is not None and name not in self._order:
             self._order.add((name,))
+            self._spare((name,))
 
     def _put_all(self, sizes: Mapping[Name, int], new: Sequence[Name]) -> None:
         """Make names known and evictable, those of ``new`` for the first time."""
@@ -354,6 +363,7 @@ class Index:
             if len(new) < len(sizes):
                 order.remove([name for name in sizes if name in order])
             order.add([*sizes])
+            self._spare(sizes)
         except Exception:  # one by one, for the sake of all but one
             for name, allocated_bytes in sizes.items():
                 self._put(name, allocated_bytes)
@@ -372,6 +382,7 @@ class Index:
             if name in order:
                 order.remove((name,))
             order.add((name,))
+            self._spare((name,))
         except BaseException:
             self._sizes.pop(name, None)
             self._forget_tenant(name)
