@@ -105,6 +105,8 @@ class IOClient:
         self._numbers = itertools.count(1)
         self._awaited: dict[int, list[bytes]] = {}
         """Request in the engine's queue → chunks that it needs; guarded by the link's lock."""
+        self._untold: set[int] = set()
+        """Those of which a clogged link could not tell; guarded by it, too."""
         self._jobs = IOJobs(self._link.lock, lambda number: self._link.send(frame(Cancel(number))))
         self._is_opening = self._is_starting = True
         """Whether stores are yet to open; whether one's constructor may keep the server silent."""
@@ -203,7 +205,12 @@ class IOClient:
                 if keys:
                     self._awaited[number] = keys
             if link.is_clogged:  # then only what makes the stores' work less
+                self._untold.update(number for number, keys in requests if keys)
                 requests = [request for request in requests if not request[1]]
+            elif self._untold:
+                late = {number: self._awaited.get(number, []) for number in self._untold}
+                requests = list((late | dict(requests)).items())
+                self._untold = set()
             must_wake = bool(requests) and link.push(frame(Await(requests)))
         if must_wake:
             link.wake()
@@ -515,6 +522,7 @@ class IOClient:
         with self._link.lock:  # a renewal either changes what is sent here, or comes after it
             self._link.attach(self._peer.sock)
             self._link.push(frame(self.opening))
+            self._untold = set()
             if self._awaited:
                 self._link.push(frame(Await(list(self._awaited.items()))))
 

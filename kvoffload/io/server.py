@@ -264,8 +264,8 @@ class Session:
             await close_stores([store], CLOSE_S)
             return
         self._stores[store.name] = store
-        if self._awaited:
-            self._spare_soon()
+        if self._awaited:  # at once: jobs that waited for the store may evict
+            store.spare(self._needed())
         told = TierOpened(store.name, store.index is not None, store.is_shared)
         self.send(Opened(wanted.number, [told], remains))
         # The engine waits for a first word of each store.
@@ -295,9 +295,12 @@ class Session:
     def _spare(self) -> None:
         """Tell all stores at once of the changes of a while."""
         self._is_to_spare = False
-        keys = frozenset(chain.from_iterable(self._awaited.values()))
+        needed = self._needed()
         for store in self._stores.values():
-            store.spare(keys)
+            store.spare(needed)
+
+    def _needed(self) -> frozenset[bytes]:
+        return frozenset(chain.from_iterable(self._awaited.values()))
 
     def _before_answer(self, order: Load | Store, store: OpenStore, ok: Sequence[int]) -> None:
         """Tell what a job changed, so that it is known when the job is answered."""
