@@ -116,13 +116,13 @@ class SharedStores:
         shared = SharedStore(store, memory, lambda: self._close_unused(namespace))
         names = [MEMORY, *(each.name for each in backends)]
         for tier, task in late:
-            work = self._open_late(shared.store, tier, task, namespace, names)
-            shared.late.append(asyncio.create_task(work))
+            work = self._open_late(shared, tier, task, namespace, names)
+            shared.late[tier.name] = asyncio.create_task(work)
         return shared
 
     async def _open_late(
         self,
-        store: Layers,
+        shared: "SharedStore",
         tier: TierSettings,
         opening: "asyncio.Task[Backend]",
         namespace: str,
@@ -139,7 +139,7 @@ class SharedStores:
             await asyncio.sleep(pause_s)
             pause_s = min(LONGEST_S, 2 * pause_s)
             opening = asyncio.create_task(open_tier(tier, namespace))
-        if not store.add(tier.name, layer, order):
+        if not await shared.add(tier.name, layer, order):
             log.error("%s lists no chunks and came late: restart the server", tier.name)
             await layer.close()
 
@@ -156,10 +156,10 @@ class SharedStores:
             self._closing[namespace] = closing
 
     async def _close(self, namespace: str, shared: "SharedStore") -> None:
-        for task in shared.late:
+        for task in shared.late.values():
             task.cancel()
         if shared.late:
-            await asyncio.wait(shared.late)
+            await asyncio.wait(shared.late.values())
         await close_stores([OpenStore(namespace, shared.store)], CLOSE_S)
         if self._closing.get(namespace) is asyncio.current_task():
             del self._closing[namespace]
@@ -217,8 +217,10 @@ class SharedStore:
         self.present: set[bytes] = set()
         """What the index has told so far."""
         self._unused = unused
-        self.late: list[asyncio.Task[None]] = []
-        """What opens backends that could not be opened at once."""
+        self._facts: Mapping[str, str] = {}
+        """Those behind the namespace."""
+        self.late: dict[str, asyncio.Task[None]] = {}
+        """Backend that could not be opened at once → what opens it."""
 
     def new_view(self) -> "StoreView":
         """Return a view for one session, which closes it."""
@@ -256,6 +258,30 @@ class SharedStore:
     def spare(self) -> None:
         """Tell the store what the queues of all its engines need."""
         self.store.spare(frozenset[bytes]().union(*(view.spared for view in self.views)))
+
+    async def describe(self, facts: Mapping[str, str]) -> None:
+        """Let the store keep the facts behind the namespace."""
+        self._facts = facts
+        await self.store.describe(facts)
+
+    async def add(self, name: str, layer: Backend, order: Sequence[str]) -> bool:
+        """Add a backend that has opened late, as :meth:`Layers.add`, and tell it what it missed."""
+        if is_added := self.store.add(name, layer, order):
+            self.spare()
+            await self.store.describe(self._facts)
+        return is_added
+
+    async def purge(self, namespaces: Sequence[str]) -> int:
+        """Remove namespaces from all layers.
+
+        Raises:
+            OSError: a layer cannot do it, or is not open yet.
+        """
+        closed = self.late.keys() - self.store.layers.keys()
+        removed = await self.store.purge(namespaces)
+        if closed:  # also if one has opened meanwhile
+            raise OSError(f"{', '.join(sorted(closed))} cannot be opened yet")
+        return removed
 
 
 class StoreView(Observable, Lends, Spares, Purges):
@@ -319,7 +345,7 @@ class StoreView(Observable, Lends, Spares, Purges):
             self._shared.end(self)
 
     async def purge(self, namespaces: Sequence[str]) -> int:
-        return await self._store.purge(namespaces)
+        return await self._shared.purge(namespaces)
 
     def changed(self, key: bytes) -> None:
         """Take in that the presence of a chunk may have changed."""
@@ -348,7 +374,7 @@ class StoreView(Observable, Lends, Spares, Purges):
         return [self.removals.popleft() for _ in range(len(self.removals))]
 
     async def describe(self, facts: Mapping[str, str]) -> None:
-        await self._store.describe(facts)
+        await self._shared.describe(facts)
 
     async def described(self) -> Sequence[Described]:
         return await self._store.described()

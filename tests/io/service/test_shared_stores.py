@@ -179,6 +179,55 @@ async def test_the_memory_serves_while_a_backend_cannot_be_opened(
     await stores.close()
 
 
+async def test_a_backend_that_opens_late_is_told_what_it_has_missed(tmp_path, monkeypatch):
+    monkeypatch.setattr(shared_stores, "TRY_AGAIN_S", 0.01)
+    root, keys, new = tmp_path / "kv", keys_of(3), keys_of(16, "new")
+    room = {"capacity": 8 * (CHUNK_BYTES + 2 * 4096), "high_watermark": 1.0, "min_free": 0}
+    root.write_text("no folder")
+    stores = new_stores(1, TierSettings("disk", "disk", {"root": str(root), **room}, "b."))
+    view = await opened(stores)
+    view.spare(keys)
+    await view.describe(OPEN.facts)
+    root.unlink()
+    root.mkdir(0o700)
+    await asyncio.wait(view._shared.late.values())
+    for key in (*keys, *new):
+        assert await view.write([key], filled([key])) == [True]
+    disk = view._store.layers["disk"]
+    assert all(map(disk.holds, keys))
+    assert not all(map(disk.holds, new))
+    await view.close()
+    await stores.close()
+    survey = await open_admin("disk", {"root": str(root)}).survey()
+    assert [each.facts for each in survey.held] == [OPEN.facts]
+
+
+async def test_what_a_backend_has_that_is_not_open_yet_is_not_said_to_be_removed(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr(shared_stores, "TRY_AGAIN_S", 0.01)
+    root, keys = tmp_path / "kv", keys_of(2)
+    disk = TierSettings("disk", "disk", {"root": str(root), "min_free": 0}, "b.")
+    stores = new_stores(1, disk)
+    view = await opened(stores)
+    assert await view.write(keys, filled(keys)) == [True, True]
+    await view.close()
+    await stores.close()
+    root.rename(tmp_path / "away")
+    root.write_text("no folder")
+    stores = new_stores(1, disk)
+    view = await opened(stores)
+    with pytest.raises(OSError, match="disk cannot be opened yet"):
+        await view.purge([OPEN.namespace])
+    root.unlink()
+    (tmp_path / "away").rename(root)
+    await asyncio.wait(view._shared.late.values())
+    assert await view.purge([OPEN.namespace]) == 2
+    assert await view.contains(keys) == [False, False]
+    await view.close()
+    await stores.close()
+
+
 async def test_a_session_that_ends_while_its_store_opens_leaves_nothing_open():
     stores = new_stores()
     for pause in (0, 1):
