@@ -110,6 +110,25 @@ def test_chunks_on_a_disk_survive_the_server(tmp_path, attach, until):
         server.process.wait()
 
 
+def test_the_next_server_knows_what_the_queues_of_its_engines_need(tmp_path, attach):
+    disk = {"type": "disk", "root": str(tmp_path / "kv"), "capacity": 24 * 8192, "min_free": 0}
+    server = HostServer(tmp_path, memory="16KiB", backends=[disk])
+    try:
+        engine, other = attach(server.path), attach(server.path)
+        engine.store("p")
+        engine.client.awaits([(1, list(engine.client.tiers["serve"]._keys))])
+        other.store("o")
+        server.kill()
+        server.start()
+        engine.await_hits("p")
+        other.await_hits("o")
+        for i in range(6):
+            other.store(f"q{i}")
+        assert (engine.load("p"), other.load("o")) == (10, 0)
+    finally:
+        server.kill()
+
+
 def test_a_chunk_that_a_farther_store_brings_is_its_tenants_in_the_nearer_one(
     tmp_path, attach, new_request, until
 ):
