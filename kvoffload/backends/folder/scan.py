@@ -44,6 +44,8 @@ class Scan:
         """Files that are being written, or that a process left that was killed lately."""
         self._oldest: list[tuple[int, OldFile]] = []
         self._passed: set[tuple[str, str]] = set()
+        self._gone: set[tuple[str, bytes]] = set()
+        """Folder and key of files that were removed since the scan passed them."""
         self._steps = self._scan()
 
     def advance(self, until_s: float) -> bool:
@@ -54,13 +56,15 @@ class Scan:
         return True
 
     def removed(self, file: OldFile) -> None:
-        """Count a file no more that was removed since the scan passed it."""
+        """Count a file no more, and remember it no more, that was removed during the scan."""
         if (file.folder, file.shard) in self._passed:
             self.total_bytes -= file.stored_bytes
+            self._gone.add((file.folder, file.key))
 
     def oldest(self) -> list[OldFile]:
         """Return the least recently used files, the oldest of all last."""
-        return sorted((each for _, each in self._oldest), reverse=True)
+        there = (each for _, each in self._oldest if (each.folder, each.key) not in self._gone)
+        return sorted(there, reverse=True)
 
     def _scan(self) -> Iterator[bool]:
         for folder in filter(is_namespace, self._vfs.listdir(self._root)):

@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+import time
 from collections import Counter
 
 import pytest
@@ -11,6 +12,7 @@ from kvoffload.backends.disk.paths import SHARDS
 from kvoffload.backends.folder import upkeep
 from kvoffload.backends.folder.evictor import Evictor
 from kvoffload.backends.folder.records import HostRecord, LeaseRecord, Records
+from kvoffload.backends.folder.scan import Scan
 from kvoffload.backends.header import namespace_digest
 from kvoffload.testing.backends import filled, keys_of
 from tests.support.vfs import HookedVfs, kind_of
@@ -153,3 +155,24 @@ async def test_a_scan_of_many_names_lists_each_folder_once_and_remembers_few(tmp
     assert calls["listdir"] == 256 * evictor.scans
     assert evictor.scans <= 2 + len(gone) // 100
     assert len(evictor._oldest) <= 100
+
+
+async def test_a_file_that_is_evicted_during_a_scan_is_subtracted_once(tmp_path):
+    backend, keys = open_folder(tmp_path / "share"), keys_of(300)
+    await backend.write(keys, filled(keys, 64))
+    await backend.close()
+    vfs, root = HookedVfs(), str(tmp_path / "share")
+    records = Records(vfs, root, "test")
+    evictor = Evictor(vfs, root, records, 1 << 30, lambda *names: None)
+    evictor.begin(None, is_new=False)
+    evictor.turn({})
+    evictor._scan = Scan(vfs, root, records)
+    while len(evictor._scan._passed) < 128:  # half of the shards
+        evictor._scan.advance(0.0)
+    for left in (200, 50):
+        evictor._goal_bytes = left << 13
+        evictor._evict(time.monotonic() + 60)
+        if left == 200:
+            assert evictor._advance(time.monotonic() + 60)
+        files = len(list(tmp_path.glob("share/*/??/*")))
+        assert evictor.resident_bytes == files << 13 == left << 13
