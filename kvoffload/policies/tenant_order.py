@@ -48,15 +48,16 @@ class TenantShares:
         """
         new = [key for key in dict.fromkeys(keys) if key not in self.of]
         self.of.update(dict.fromkeys(new, tenant))
-        self._add(tenant, sum(map(self._bytes_of, new)))
+        self.count(tenant, sum(map(self._bytes_of, new)))
 
     def forget(self, keys: Iterable[bytes]) -> None:
         """Count chunks no longer, which left for good."""
         for key in keys:
             if (tenant := self.of.pop(key, None)) is not None:
-                self._add(tenant, -self._bytes_of(key))
+                self.count(tenant, -self._bytes_of(key))
 
-    def _add(self, tenant: bytes, num_bytes: int) -> None:
+    def count(self, tenant: bytes, num_bytes: int) -> None:
+        """Count more bytes as a tenant's, or fewer; :meth:`own` and :meth:`forget` do so."""
         held = self._bytes[tenant] = self._bytes.get(tenant, 0) + num_bytes
         if held > self._limit_bytes:
             self._above.add(tenant)

@@ -16,8 +16,8 @@ def open_folder(root, namespace="folder", vfs=None, **settings):
     return FolderBackend(FolderOptions(root=str(root), **settings), namespace, vfs=vfs)
 
 
-async def store(backend, keys):
-    return await backend.write(keys, filled(keys, SIZE))
+async def store(backend, keys, tenant=b""):
+    return await backend.write(keys, filled(keys, SIZE), [tenant] * len(keys) if tenant else ())
 
 
 async def load(backend, keys):
@@ -36,10 +36,10 @@ async def until(condition, timeout_s=30.0):
     return condition()
 
 
-async def store_at_last(backend, keys):
+async def store_at_last(backend, keys, tenant=b""):
     """Store chunks as soon as there is room for all."""
     for _ in range(300):
-        if all(await store(backend, keys)):
+        if all(await store(backend, keys, tenant)):
             return True
         await asyncio.sleep(0.02)
     return False

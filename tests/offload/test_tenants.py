@@ -48,8 +48,12 @@ def test_a_flood_evicts_its_own_chunks_once_it_is_above_its_share(name):
 
 
 def test_the_log_names_the_tiers_without_shares_where_shares_are_asked_for(caplog):
-    tiers = [{"type": "disk", "root": "/kv"}, {"type": "folder", "root": "/mnt"}]
-    for share, backends in ((1.0, tiers), (0.5, tiers[:1]), (0.5, tiers)):
+    tiers = [
+        {"type": "disk", "root": "/kv"},
+        {"type": "folder", "root": "/mnt"},
+        {"type": "memory"},
+    ]
+    for share, backends in ((1.0, tiers), (0.5, tiers[:2]), (0.5, tiers)):
         assert not caplog.records
         tenants_of(
             parse_config(
@@ -57,7 +61,7 @@ def test_the_log_names_the_tiers_without_shares_where_shares_are_asked_for(caplo
             )
         )
     (record,) = caplog.records
-    assert "no shares of tenants on folder: " in record.getMessage()
+    assert "no shares of tenants on memory: " in record.getMessage()
     caplog.clear()
     served = {"cpu_bytes": 1, "tenants": True, "tenant_share": 0.5, "serve": "/run/s"}
     tenants_of(parse_config(served))

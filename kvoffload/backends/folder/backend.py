@@ -3,7 +3,8 @@
 This module is the asynchronous face. ``mount`` makes blocking calls on its threads, and gives them
 up. ``chunk_files`` reads and writes one file, ``known`` remembers which exist, ``seal``
 authenticates chunks if there is a secret. In the background ``upkeep`` tells what was stored, by
-``records`` that all hosts read. One process at a time is the ``evictor``; ``room`` is what it
+``records`` that all hosts read. One process at a time is the ``evictor``: ``scan`` finds the files,
+``order`` says which leave first, by their ``tenants`` if there are shares; ``room`` is what it
 leaves a process. ``shared_root`` opens the folder. Files and folders are those of the disk tier,
 and so is the code that names, walks and checks them.
 """
@@ -117,6 +118,7 @@ class FolderBackend(AsyncChunkBackend):
             self._files.path_of,
             self._note_evicted,
             self.count,
+            options.tenant_share,
         )
 
     def __repr__(self) -> str:

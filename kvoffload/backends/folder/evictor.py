@@ -3,12 +3,14 @@
 One process at a time does so. If two do for a moment, chunks leave too early: that costs hits.
 """
 
+import contextlib
 import logging
 import math
 import time
 from collections.abc import Callable, Mapping
 
 from kvoffload.backends.disk.vfs import Vfs
+from kvoffload.backends.folder.order import ByTenant, ByUse, Order
 from kvoffload.backends.folder.records import HostRecord, LeaseRecord, Records
 from kvoffload.backends.folder.scan import LEFTOVER_S, OldFile, Scan
 
@@ -38,6 +40,7 @@ class Evictor:
         records: of the root.
         capacity_bytes: of all files.
         evicted: called with the namespace's folder and the key of each chunk that left.
+        tenant_share: of the capacity, above which a tenant's own chunks leave first.
     """
 
     def __init__(
@@ -47,6 +50,7 @@ class Evictor:
         records: Records,
         capacity_bytes: int,
         evicted: Callable[[str, bytes], None],
+        tenant_share: float = 1.0,
     ) -> None:
         self._vfs = vfs
         self._root = root
@@ -68,21 +72,26 @@ class Evictor:
         """When the record of each silent process was first seen to be too old."""
         self.unsure_bytes = 0
         """What dead processes may have stored and not told, until a scan has counted it."""
-        self._oldest: list[OldFile] = []
-        """The least recently used last."""
+        has_shares = tenant_share < 1
+        self._oldest: Order = ByTenant(vfs, tenant_share, capacity_bytes) if has_shares else ByUse()
         self._few = 0
         """With so few of them left, a scan for the next ones begins."""
         self._goal_bytes: int | None = None
         """Eviction goes on, over several turns, until no more bytes are left."""
         self._scan: Scan | None = None
         self._scan_due_s, self._scan_again_s = 0.0, math.inf
+        self._unscanned_bytes = 0
+        """What processes have told to have stored since the last scan."""
         self.scans = 0
 
     def begin(self, lease: LeaseRecord | None, *, is_new: bool) -> None:
         """Take over from the last evictor, as its lease tells; ``is_new``: the root is empty."""
-        self._oldest, self._scan, self._goal_bytes = [], None, None
+        self._oldest.clear()
+        self._scan, self._goal_bytes = None, None
         # What the last evictor saw unfinished is to be seen again when it is old.
         self._scan_due_s, self._scan_again_s = 0.0, time.monotonic() + LEFTOVER_S
+        if self._oldest.tags is not None:
+            self._scan_again_s = 0.0  # whose the files are takes a while to read
         self.resident_bytes, self.counted = 0 if is_new else None, {}
         self.limits, self.unsure_bytes = {}, 0
         if lease is not None and lease.resident_bytes is not None:
@@ -96,7 +105,7 @@ class Evictor:
         """
         until_s = time.monotonic() + _TURN_S
         if self.resident_bytes is None:
-            self._advance(until_s)
+            self._advance(until_s, may_read=False)
         if self.resident_bytes is None:
             return
         self.resident_bytes = self._count(self.resident_bytes, hosts)
@@ -107,10 +116,16 @@ class Evictor:
         wanted = max(int(self._capacity_bytes * FREED), 2 * shares * largest)
         surplus = self._surplus(hosts, is_full=is_full)
         if self._free_bytes < least or surplus:
+            if self._goal_bytes is None and self._oldest.tags is not None:
+                self._scan_due_s = 0.0  # what does each tenant have by now?
+                with contextlib.suppress(OSError):  # what is known has to do
+                    self._advance(until_s)
             wanted = min(wanted, self._capacity_bytes // 2)
             self._goal_bytes = min(self._capacity_bytes - wanted, self.resident_bytes - surplus)
         self._evict(until_s)
         is_wanted = self.unsure_bytes > 0 or time.monotonic() > self._scan_again_s
+        if self._oldest.tags is not None:  # else many would be unread when an eviction begins
+            is_wanted |= self._unscanned_bytes > self._capacity_bytes * LEAST_FREE
         if self._scan is not None or is_wanted or len(self._oldest) < self._few:
             self._advance(time.monotonic() + _BEHIND_S)
         self._set_limits(shares, largest)
@@ -131,7 +146,9 @@ class Evictor:
         self._alive, counted = {}, {}
         for token, (host, _) in hosts.items():
             # What a process took back, because it could not be written, a scan finds free.
-            resident += max(0, host.stored_bytes - self.counted.get(token, 0))
+            more = max(0, host.stored_bytes - self.counted.get(token, 0))
+            resident += more
+            self._unscanned_bytes += more
             is_dead = token in silent and now_s - self._silent_s[token] > SURELY_S
             if is_dead and not host.is_closed:
                 self.unsure_bytes += self._reserved(token, host)
@@ -184,9 +201,9 @@ class Evictor:
         while self._goal_bytes is not None and time.monotonic() < until_s:
             if (self.resident_bytes or 0) <= self._goal_bytes:
                 self._goal_bytes = None
-            elif self._oldest:
-                self._remove(self._oldest.pop())
-            elif not self._advance(until_s) or not self._oldest:
+            elif (file := self._oldest.take()) is not None:
+                self._remove(file)
+            elif not self._advance(until_s, may_read=False) or not self._oldest:
                 return
 
     def _remove(self, file: OldFile) -> None:
@@ -201,18 +218,23 @@ class Evictor:
         else:
             self._evicted(file.folder, file.key)
         self.resident_bytes = max(0, (self.resident_bytes or 0) - file.stored_bytes)
+        self._oldest.removed(file)
         if self._scan is not None:
             self._scan.removed(file)
 
-    def _advance(self, until_s: float) -> bool:
-        """Go on with a scan, or begin one if it is due; return whether one was completed."""
+    def _advance(self, until_s: float, *, may_read: bool = True) -> bool:
+        """Go on with a scan, or begin one if it is due; return whether one was completed.
+
+        ``may_read``: nothing waits for it, so it may also read whose the files are.
+        """
         if self._scan is None:
             if time.monotonic() < self._scan_due_s:
                 return False
-            self._scan = Scan(self._vfs, self._root, self._records)
+            order = self._oldest
+            self._scan = Scan(self._vfs, self._root, self._records, order.tags, order.above())
         scan = self._scan
         try:
-            if not scan.advance(until_s):
+            if not scan.advance(until_s, may_read=may_read):
                 return False
         except OSError:
             self._scan = None
@@ -226,11 +248,13 @@ class Evictor:
             )
             since = sum(max(0, now - then) for now, then in began)
             self.resident_bytes = scan.total_bytes + since
-        self._oldest = scan.oldest()
+        self._oldest.take_in(scan)
         self._few = len(self._oldest) // 2
-        self._scan, self.unsure_bytes = None, 0
+        self._scan, self.unsure_bytes, self._unscanned_bytes = None, 0, 0
         now_s = time.monotonic()
         self._scan_again_s = now_s + LEFTOVER_S if scan.num_unfinished else math.inf
-        self._scan_due_s = now_s + (now_s - scan.began_s) / _SCAN_SHARE
+        if scan.num_unread:
+            self._scan_again_s = now_s
+        self._scan_due_s = now_s + scan.listing_s() / _SCAN_SHARE
         self.scans += 1
         return True

@@ -4,7 +4,7 @@ import os
 
 import msgspec
 
-from kvoffload.config import ByteSize
+from kvoffload.config import ByteSize, check_share
 from kvoffload.errors import ConfigError
 from kvoffload.extras import check_extra
 
@@ -27,6 +27,9 @@ class FolderOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     secret_file: str = ""
     """A file with 32 random bytes or more, the same on all hosts: chunks are authenticated. The
     setting ``encryption`` does that too, and takes its place."""
+    tenant_share: float = 1.0
+    """The part of the capacity that chunks of one tenant may have while there must be room for
+    more. A tenant above it evicts its own chunks first. Needs `tenants` of the engine."""
     trust_parent_folders: bool = False
     """Use a root below folders that other users may write, as in a pod without other programs."""
 
@@ -44,6 +47,7 @@ class FolderOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
             raise ConfigError("threads", self.threads, f"must be 1 to {MAX_THREADS}")
         if not self.timeout_s > 0:
             raise ConfigError("timeout_s", self.timeout_s, "must be a positive number of seconds")
+        check_share(self.tenant_share)
         if self.secret_file:
             check_extra("secret_file", self.secret_file)
 

@@ -48,6 +48,7 @@ class Housekeeper:
         path_of: returns the path of a chunk.
         evicted: called with folder and key of each chunk that this process evicts.
         count: increments a counter.
+        tenant_share: of the capacity, above which a tenant's own chunks leave first.
     """
 
     def __init__(
@@ -61,6 +62,7 @@ class Housekeeper:
         path_of: Callable[[bytes], str],
         evicted: Callable[[str, bytes], None],
         count: Callable[[str], None],
+        tenant_share: float,
     ) -> None:
         self._root, self._records, self._token = root, records, token
         self._capacity_bytes = capacity_bytes
@@ -69,7 +71,7 @@ class Housekeeper:
         self._wake = threading.Event()
         self._is_closing = False
         self.room = Room(self._wake.set)
-        self._evictor = Evictor(vfs, root.path, records, capacity_bytes, evicted)
+        self._evictor = Evictor(vfs, root.path, records, capacity_bytes, evicted, tenant_share)
         self._is_full = False
         self._looked_s = time.monotonic()
         self._told: HostRecord | None = None

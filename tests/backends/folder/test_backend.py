@@ -32,6 +32,11 @@ class TestFolder(FolderSuite):
     pass
 
 
+@pytest.mark.chaos  # test_tenants.py has the rest
+class TestShares(FolderSuite):
+    settings: ClassVar = {"tenant_share": 0.5}
+
+
 @pytest.mark.chaos
 class TestOneThread(FolderSuite):
     settings: ClassVar = {"threads": 1}

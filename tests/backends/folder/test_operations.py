@@ -39,11 +39,11 @@ class CountingVfs(HookedVfs):
         return Counter(call for call, _ in calls if call not in FREE)
 
 
-@pytest.fixture
-async def counting(tmp_path, monkeypatch):
+@pytest.fixture(params=[1.0, 0.5], ids=["no shares", "shares"])
+async def counting(request, tmp_path, monkeypatch):
     monkeypatch.setattr(upkeep, "TURN_S", 3600)
     vfs = CountingVfs()
-    backend = open_folder(tmp_path / "share", vfs=vfs)
+    backend = open_folder(tmp_path / "share", vfs=vfs, tenant_share=request.param)
     for shard in SHARDS:
         (tmp_path / "share" / namespace_digest("folder").hex() / shard).mkdir(parents=True)
     await backend.describe({"model": "m"})
@@ -59,7 +59,7 @@ async def test_a_store_creates_and_renames_and_a_load_opens_and_a_known_chunk_is
     keys = keys_of(50, "new")
     assert await backend.contains(keys) == [False] * 50
     assert vfs.taken() == {"lstat": 50}
-    assert await store(backend, keys) == [True] * 50
+    assert await store(backend, keys, b"t" * 16) == [True] * 50
     assert vfs.taken() == {"open": 50, "rename": 50}
     assert await load(backend, keys) == [True] * 50
     assert vfs.taken() == {"open": 50}
@@ -167,7 +167,7 @@ async def test_a_file_that_is_evicted_during_a_scan_is_subtracted_once(tmp_path)
     evictor.begin(None, is_new=False)
     evictor.turn({})
     evictor._scan = Scan(vfs, root, records)
-    while len(evictor._scan._passed) < 128:  # half of the shards
+    while len(evictor._scan.passed) < 128:  # half of the shards
         evictor._scan.advance(0.0)
     for left in (200, 50):
         evictor._goal_bytes = left << 13
