@@ -66,7 +66,8 @@ class Node:
         self._lock = threading.RLock()
         """Guards what follows."""
         self._idle: dict[bool, list[Connection]] = {False: [], True: []}
-        """Connections without a command, for lookups (True) and for chunks."""
+        """Connections without a command, for lookups (True) and for chunks. The lists stay the
+        same: a request that is about to take a connection has one of them."""
         self._used: set[Connection] = set()
         self._bounds = Bounds(self._options, self._lock, self._check)
         self._round_trip_s = math.inf
@@ -98,10 +99,10 @@ class Node:
     def num_connections(self) -> int:
         """Open ones; ends the idle ones that the server closed."""
         with self._lock:
-            for is_lookup, idle in self._idle.items():
+            for idle in self._idle.values():
                 usable = {connection for connection in idle if connection.is_usable()}
                 self._end(each for each in idle if each not in usable)
-                self._idle[is_lookup] = [each for each in idle if each in usable]
+                idle[:] = [each for each in idle if each in usable]
             return sum(map(len, self._idle.values())) + sum(each.is_open for each in self._used)
 
     def close(self) -> None:
@@ -389,9 +390,9 @@ class Node:
                     self.breaker.probe_failed()
                 self._on_trouble()
                 continue
-            with self._lock:
+            with self._lock:  # else a lookup that the breaker admits opens another connection
                 self.breaker.probe_succeeded()
+                self._give_back(connection, is_lookup=True)
             self._count("breaker_closed")
             log.warning("redis at %s is back", self._label)
-            self._give_back(connection, is_lookup=True)
             return  # the breaker may be open again, with a probe of its own

@@ -1,8 +1,10 @@
 """The state of a node over many connections, and the end of its calls from outside."""
 
 import asyncio
+import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import redis
@@ -101,6 +103,52 @@ async def test_a_probe_whose_connection_closes_at_once_leaves_one_probe(
         [False],
         1,
     )
+
+
+async def test_a_connection_is_counted_while_a_request_takes_it(backend):
+    """Else two requests have one connection, and each reads replies to the other's command."""
+    node, stop = node_of(backend), threading.Event()
+
+    def ask():
+        while not stop.is_set():
+            node.command(b"PING")
+
+    pauses = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(3) as pool:
+            asking = [pool.submit(ask) for _ in range(3)]
+            counts = {node.num_connections for _ in range(40_000)}
+            stop.set()
+            for each in asking:
+                each.result()
+    finally:
+        sys.setswitchinterval(pauses)
+    assert max(counts) == 1
+
+
+async def test_a_lookup_at_the_end_of_a_probe_uses_its_connection(server, backend, monkeypatch):
+    monkeypatch.setattr(CircuitBreaker, "probe_in", lambda self: 0.01)
+    node = node_of(backend)
+    real, replies = node._count, []
+
+    def count(word):
+        if word == "breaker_closed":
+            replies.append(node.command(b"PING"))
+        real(word)
+
+    monkeypatch.setattr(node, "_count", count)
+    server.kill()
+    while not node.is_open:
+        await ask(backend)
+    server.start()
+
+    async def back():
+        return bool(replies)
+
+    await until(back)
+    node._probing.join()
+    assert backend.usage().gauges["connections"] == 1
 
 
 async def test_a_cancelled_load_returns_long_before_its_deadline(server):
