@@ -46,6 +46,7 @@ POINTS = (
     "rename:table:before", "rename:table:after", "pwritev:table:before", "pwritev:table:middle",
     "pwritev:table:after", "pwritev:slots:before", "pwritev:slots:middle", "pwritev:slots:after",
     "fsync:slots:after", "preadv:slots:after", "preadv:table:after", "flock:table:after",
+    "lock_part:table:after",
     "punch:slots:before", "punch:slots:after", "unlink:slots:after", "unlink:table:after",
     # evict and remove
     "unlink:chunk:before", "unlink:chunk:after", "take:chunk:before", "take:chunk:after",

@@ -100,6 +100,9 @@ class HookedVfs(Vfs):
         is_taken = kind_of(source) == "chunk" and kind_of(target) == "temporary"
         call, path = ("take", source) if is_taken else ("rename", target)
         self.around(call, path, lambda: Vfs.rename(self, source, target))
+        for fd, opened in list(self._paths.items()):
+            if opened == source:
+                self._paths[fd] = target
 
     def unlink(self, path: str) -> None:
         """See :class:`Vfs`."""
@@ -128,6 +131,11 @@ class HookedVfs(Vfs):
     def utime(self, path: str, atime_ns: int, mtime_ns: int) -> None:
         """See :class:`Vfs`."""
         self.around("utime", path, lambda: Vfs.utime(self, path, atime_ns, mtime_ns))
+
+    def lock_part(self, fd: int, kind: int, offset: int, length: int) -> None:
+        """See :class:`Vfs`."""
+        path = self._paths[fd]
+        self.around("lock_part", path, lambda: Vfs.lock_part(fd, kind, offset, length))
 
     def flock(self, fd: int, operation: int) -> None:
         """See :class:`Vfs`."""

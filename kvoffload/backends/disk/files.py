@@ -26,7 +26,12 @@ class FileDraft(NamedTuple):
 
     def publish(self, name: Name) -> int:
         form, path = self.form, self.form.path_of(name)
-        replaced = form.allocated_bytes(name)
+        if replaced := form.allocated_bytes(name):
+            try:
+                # Not by the rename: another process may remove it, and release its bytes, too.
+                form.vfs.unlink(path)
+            except FileNotFoundError:
+                replaced = 0
         try:
             form.vfs.rename(self.path, path)
         except FileNotFoundError:

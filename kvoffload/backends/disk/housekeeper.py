@@ -84,7 +84,7 @@ class Housekeeper:
             self._serve()
         finally:
             # Held on, it would keep every other store of the root from evicting.
-            self._store.root.evictor.end()
+            self._store.space.end_evicting()
 
     def _serve(self) -> None:
         self._guarded(self._store.root.clean_up)

@@ -33,7 +33,7 @@ from kvoffload.backends.disk.root_checks import (
     enter_safely,
     refuse_unsafe_inside,
 )
-from kvoffload.backends.disk.segment import FREE, WRITING, Entry, Segment, remove_empty, segments_in
+from kvoffload.backends.disk.segment import FREE, Entry, Segment, remove_empty, segments_in
 from kvoffload.backends.disk.vfs import Vfs
 from kvoffload.backends.disk.walker import names_in, remove_namespace, walk
 from kvoffload.backends.header import OTHER_VERSION, Header, counted_as, parse_header
@@ -295,9 +295,8 @@ class DiskInspector:
     def remove(self, chunk: Chunk) -> int:
         """Remove a chunk unless it was replaced."""
         if isinstance(chunk, ChunkSlot):
-            if not chunk.is_there():
+            if not chunk.is_there() or chunk.segment.claim(chunk.slot, chunk.key) is None:
                 return 0
-            chunk.segment.set_entry(chunk.slot, WRITING)
             chunk.segment.free_blocks(chunk.slot)
             chunk.segment.set_entry(chunk.slot, FREE)
             self._release(chunk.allocated_bytes)

@@ -11,6 +11,7 @@ import itertools
 import os
 import secrets
 import stat
+import struct
 import threading
 import time
 
@@ -24,8 +25,10 @@ _UNCOUNTED = "small-"
 _NEW_S = 60
 """Longer than any process takes from making its folder to locking it."""
 _PAUSE_S = 0.001
+_RECORD = struct.Struct("<8sQ")
 _KNOWS_SLOTS = b"slots\n"
-"""In the lock file of each writer that counts chunks in slots; 0.1 leaves it empty."""
+"""In the lock file of each writer that counts chunks in slots, with its bytes in flight; 0.1 leaves
+the file empty."""
 
 
 def open_locked(vfs: Vfs, path: str, flags: int, kind: int) -> int:
@@ -76,12 +79,16 @@ class WriterLock:
             undo.callback(_remove_quietly, vfs, new)
             self._fd = open_locked(vfs, f"{new}/{_LOCK}", os.O_RDWR | os.O_CREAT, fcntl.LOCK_EX)
             undo.callback(vfs.close_quietly, self._fd)
-            vfs.pwritev(self._fd, [_KNOWS_SLOTS], 0)
+            self.tell_in_flight(0)
             vfs.rename(new, self.folder)
             undo.pop_all()
 
     def is_gone(self) -> bool:
         return not is_at(self._vfs, self._fd, f"{self.folder}/{_LOCK}")
+
+    def tell_in_flight(self, allocated_bytes: int) -> None:
+        """Tell other processes how many bytes the quota counts of chunks that move; OSError."""
+        self._vfs.pwritev(self._fd, [_RECORD.pack(_KNOWS_SLOTS, allocated_bytes)], 0)
 
     def temporary(self, *, counted: bool = True) -> str:
         """Return a new path for a file; ``counted``: the quota counts its bytes."""
@@ -199,13 +206,19 @@ def _open_lock(vfs: Vfs, folder: str, flags: int, kind: int) -> int:
     return open_locked(vfs, f"{folder}/{_LOCK}", flags, kind)
 
 
-def temporary_bytes(vfs: Vfs, root: str, own: str) -> int:
-    """Return the bytes that temporary files of other writers take up at this moment."""
+def bytes_in_flight(vfs: Vfs, root: str, own: str) -> int:
+    """Return the bytes of chunks that other writers have reserved, or are removing.
+
+    A writer of 0.1, and a dead one that evicted, told nothing: their files tell.
+    """
     total = 0
     for folder in _folders(vfs, root, own):
         with contextlib.suppress(OSError):
             files = vfs.listfacts(folder)
-            total += sum(facts.st_blocks * 512 for name, facts in files if name.isdigit())
+            there = sum(facts.st_blocks * 512 for name, facts in files if name.isdigit())
+            record = vfs.read_file(f"{folder}/{_LOCK}", _RECORD.size)
+            told = _RECORD.unpack(record)[1] if len(record) == _RECORD.size else 0
+            total += max(told, there)
     return total
 
 

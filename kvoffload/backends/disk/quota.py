@@ -2,7 +2,8 @@
 
 A writer reserves under a file lock before it writes, so the capacity holds for any number of
 writers. A process that removes a file releases its bytes afterwards. A process killed in between
-leaves the figure too high, never too low; a scan by the evicting process corrects it.
+leaves the figure too high, never too low; a scan by the evicting process corrects it. So that the
+scan sees what moves, a process tells what it has in flight before the figure or a file changes.
 """
 
 import contextlib

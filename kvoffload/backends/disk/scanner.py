@@ -12,7 +12,7 @@ from typing import TypeVar
 
 from kvoffload.backends.disk import snapshot
 from kvoffload.backends.disk.index import Name, name_of, split_name
-from kvoffload.backends.disk.locks import temporary_bytes
+from kvoffload.backends.disk.locks import bytes_in_flight
 from kvoffload.backends.disk.paths import SHARDS, SNAPSHOT, is_namespace, shard_of
 from kvoffload.backends.disk.root import ABANDONED_S
 from kvoffload.backends.disk.segments import Found
@@ -99,10 +99,12 @@ class Scanner:
         is_evictor = store.root.evictor.held
         if is_evictor:
             self._follow_all()
+        # Before all else: what begins later changes the quota, or still moves at the end.
+        changes = quota.changes if quota.refresh() is not None else None
+        moving_bytes = self._in_flight_bytes() if full else 0
         self._refresh_slots()
         store.segments.clean_up()
-        moving_bytes = self._moving_bytes() if full else 0
-        changes = quota.changes if quota.refresh() is not None else None
+        moving_bytes += self._slot_bytes_in_flight() if full else 0
         found: list[Found] = []
         scanned: set[tuple[int, str]] = set()
         present: set[Name] = set()
@@ -256,7 +258,7 @@ class Scanner:
         except OSError as error:
             self._missed("quarantine", error)
         is_quiet = self._is_complete and not moving_bytes and changes is not None
-        if is_quiet and quota.correct(total, changes, lambda: not self._moving_bytes()):
+        if is_quiet and quota.correct(total, changes, self._is_quiet):
             return True
         resident = quota.refresh()
         if resident is None and self._is_complete:
@@ -270,15 +272,25 @@ class Scanner:
                 quota.release(excess)
         return False
 
-    def _moving_bytes(self) -> int:
-        """Return the bytes of files being written or removed, by this and other processes."""
+    def _is_quiet(self) -> bool:
+        return not self._in_flight_bytes() + self._slot_bytes_in_flight() and self._is_complete
+
+    def _in_flight_bytes(self) -> int:
+        """Return the bytes of chunks that this and other processes are storing or removing."""
         root, own_bytes = self._store.root, self._store.space.in_flight_bytes
         try:
-            own_bytes += self._store.segments.moving_bytes()
-            return own_bytes + temporary_bytes(root.vfs, root.path, root.writer.token)
+            return own_bytes + bytes_in_flight(root.vfs, root.path, root.writer.token)
         except OSError as error:
             self._missed("writers", error)
             return own_bytes
+
+    def _slot_bytes_in_flight(self) -> int:
+        """Return the bytes of slots that are neither free nor a chunk's."""
+        try:
+            return self._store.segments.moving_bytes()
+        except OSError as error:
+            self._missed(error.filename or self._store.path, error)
+            return 0
 
     def _follow_all(self) -> None:
         """Number all namespaces: the evicting process evicts in each of them."""

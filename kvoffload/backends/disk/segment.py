@@ -38,6 +38,9 @@ _LENGTH_AT, _KEY_AT = 16, 17
 _NO_FILE = (errno.EISDIR, errno.ELOOP, errno.ESPIPE, errno.ENXIO, errno.ENODEV)
 """What opening or reading something else in place of a file fails with."""
 _CLOCK_STEP_NS = 1_000_000_000
+_LEAST_TAKEN, _TAKEN_SHARE = 64, 8
+_LOCK_TRIES, _LOCK_PAUSE_S = 100, 0.001
+"""A stopped process may hold the lock of an entry for ever."""
 _WORDS = ENTRY_BYTES // 8
 FREE = bytes(ENTRY_BYTES)
 WRITING = FREE[:_LENGTH_AT] + bytes([_WRITING]) + FREE[_LENGTH_AT + 1 :]
@@ -98,6 +101,8 @@ class Segment:
         """Own slots that other processes are freeing, with when this one learnt of each."""
         self.is_tidy = False
         """Whether a clean-up has seen the table as it is known."""
+        self.taken = 0
+        """Slots taken since this process read the table last."""
         self.unwritten_bytes = 0
         """Bytes since the kernel was last told to write them."""
         self._table_fd = table_fd
@@ -167,6 +172,34 @@ class Segment:
             self.table.extend(bytes(start - len(self.table)))
         self.table[start : start + ENTRY_BYTES] = entry
 
+    def claim(self, slot: int, key: bytes) -> bytes | None:
+        """Mark a slot with a chunk as being written, and return its entry; raises OSError.
+
+        None: the slot has no such chunk. Of several processes, one claims it.
+        """
+        with self._alone(slot):
+            entry = bytes(self.entry(slot))
+            if key_in(entry) != key:
+                return None
+            self.set_entry(slot, WRITING)
+            return entry
+
+    @contextlib.contextmanager
+    def _alone(self, slot: int) -> Iterator[None]:
+        """Keep other processes from claiming a slot; callers keep other threads."""
+        part = _offset(slot), ENTRY_BYTES
+        for _ in range(_LOCK_TRIES):
+            with contextlib.suppress(BlockingIOError):
+                self.vfs.lock_part(self._table_fd, fcntl.F_WRLCK, *part)
+                break
+            time.sleep(_LOCK_PAUSE_S)
+        else:
+            raise BlockingIOError(errno.EAGAIN, "locked by another process", self.stem + TABLE)
+        try:
+            yield
+        finally:
+            self.vfs.lock_part(self._table_fd, fcntl.F_UNLCK, *part)
+
     def set_used(self, slot: int, used_ns: int) -> None:
         self._write(_USED.pack(used_ns), _offset(slot))
 
@@ -203,7 +236,7 @@ class Segment:
         changed_ns = self.vfs.fstat(self._table_fd).st_mtime_ns
         # Within one step of the clock the table may change again and keep its time.
         self._mtime_ns = changed_ns if time.time_ns() - changed_ns > _CLOCK_STEP_NS else -1
-        before, self.is_tidy = self.table, False
+        before, self.is_tidy, self.taken = self.table, False, 0
         self.read_table()
         before.extend(bytes(max(0, len(self.table) - len(before))))
         self.table.extend(bytes(len(before) - len(self.table)))
@@ -256,7 +289,17 @@ class Segment:
 
     def take_slot(self) -> int:
         """Return a free slot of an own segment: a new last one if all are in use."""
+        self.taken += 1
         return self.free.pop() if self.free else len(self.table) // ENTRY_BYTES
+
+    @property
+    def may_have_free(self) -> bool:
+        """Whether to read the table before it grows: other processes free slots, too.
+
+        Reading it as often as an eighth of its slots is taken bounds both its growth and the reads.
+        """
+        slots = len(self.table) // ENTRY_BYTES
+        return not self.free and self.taken >= max(_LEAST_TAKEN, slots // _TAKEN_SHARE)
 
     def read_table(self) -> None:
         """Read all entries; raises OSError."""

@@ -95,7 +95,7 @@ class Segments(Places):
 
     def take_slot(self, slot_bytes: int) -> At:
         """Return a free slot of an own segment, marked as being written."""
-        if slot_bytes not in self._own:
+        if self._must_look(slot_bytes):
             with contextlib.suppress(OSError):  # one segment that is unreadable stops no store
                 self.refresh(0)  # the lock must not be held: a refresh takes it
         with self.lock:
@@ -109,6 +109,13 @@ class Segments(Places):
                 segment.free.append(slot)
                 raise
         return At(segment, slot, slot * MOST_SEGMENTS + number)
+
+    def _must_look(self, slot_bytes: int) -> bool:
+        """Return whether there may be a free slot or segment that this process does not know."""
+        number = self._own.get(slot_bytes)
+        segment = None if number is None else self._open[number]
+        others = self._host.root.other_writers
+        return segment is None or bool(others and segment.may_have_free)
 
     def has_room_for(self, slot_bytes: int) -> bool:
         """Return whether the process has, or may have, a segment of slots of this size."""
@@ -200,11 +207,12 @@ class Segments(Places):
     def moving_bytes(self) -> int:
         """Return the bytes that are counted and are no chunk's; raises OSError.
 
-        They are those of slots that other processes are writing, or this one could not free yet.
+        They are those of slots that other processes are writing or freeing, or this one could not
+        free yet.
         """
         total = 0
         for i, segment in self._known():
-            total += sum(list(segment.stuck.values()))
+            total += sum(list(segment.stuck.values())) + len(segment.leaving) * segment.slot_bytes
             if not segment.is_own:
                 if segment.has_changed():
                     self._host.appeared(self._update(i, segment))

@@ -69,7 +69,7 @@ class Places:
 
     @contextlib.contextmanager
     def taken(self, name: Name) -> Iterator[At]:
-        """Hide a chunk while its slot and entry change; if that fails, it is back.
+        """Hide a chunk and mark its slot as being written; if the rest fails, it is back.
 
         Raises:
             FileNotFoundError: the chunk is gone.
@@ -79,16 +79,26 @@ class Places:
             if self._places.pop(name, None) != at.place:
                 raise gone(name)
         try:
-            is_there = key_in(at.segment.entry(at.slot)) == name[2:]
-            if is_there:
-                yield at
+            entry = self.claim(at, name[2:])
+            if entry is not None:
+                try:
+                    yield at
+                except BaseException:
+                    with contextlib.suppress(OSError), self.lock:
+                        at.segment.set_entry(at.slot, entry)
+                    raise
         except BaseException:
             self._places.setdefault(name, at.place)
             raise
-        if not is_there:
+        if entry is None:
             self._places.setdefault(name, at.place)
             self.forget(name, at)
             raise gone(name)
+
+    def claim(self, at: At, key: bytes) -> bytes | None:
+        """See :meth:`Segment.claim`; callers keep the chunk's name out of the places."""
+        with self.lock:
+            return at.segment.claim(at.slot, key)
 
     def forget(self, name: Name, at: At) -> None:
         """Forget a chunk that is gone.
@@ -109,7 +119,8 @@ class Places:
         with self.lock:
             # No key must lead to a hole, or it would hide a chunk that is stored later. A process
             # that is killed before the end leaves a slot that the next one frees.
-            segment.set_entry(slot, WRITING)
+            if segment.known(slot) != WRITING:
+                segment.set_entry(slot, WRITING)
         segment.free_blocks(slot)
         with self.lock:
             segment.set_entry(slot, FREE)

@@ -1,6 +1,5 @@
 """A slot of a segment a chunk: the form of small chunks, for which a file each costs too much."""
 
-import contextlib
 import time
 from collections.abc import Callable
 from typing import NamedTuple
@@ -9,7 +8,7 @@ from kvoffload.backends.disk.chunk_file import ChunkFiles, bytes_on_disk
 from kvoffload.backends.disk.chunk_forms import Seen
 from kvoffload.backends.disk.chunk_slot import ChunkSlots
 from kvoffload.backends.disk.index import Name
-from kvoffload.backends.disk.segment import MOST_KEY_BYTES, WRITING, key_in, pack_entry
+from kvoffload.backends.disk.segment import MOST_KEY_BYTES, key_in, pack_entry
 from kvoffload.backends.disk.segments import Segments
 from kvoffload.backends.disk.slot_places import At, gone
 from kvoffload.backends.disk.vfs import Vfs
@@ -37,7 +36,7 @@ class SlotDraft(NamedTuple):
             return 0
         segment, slot, _ = before
         try:
-            if key_in(segment.entry(slot)) != name[2:]:
+            if segments.claim(before, name[2:]) is None:
                 return 0
             segments.free(segment, slot)
         except OSError:
@@ -100,9 +99,8 @@ class Slots:
         segment = self.segments.find(name).segment
         if not segment.is_own or segment.slot_bytes != bytes_on_disk(chunk_bytes):
             return None
-        with self.segments.taken(name) as at, self.segments.lock:
-            at.segment.set_entry(at.slot, WRITING)
-        return SlotDraft(self, at, overwrites=True)
+        with self.segments.taken(name) as at:
+            return SlotDraft(self, at, overwrites=True)
 
     def used_ns(self, name: Name) -> int:
         at = self.segments.find(name)
@@ -136,13 +134,7 @@ class Slots:
 
     def remove(self, name: Name) -> None:
         with self.segments.taken(name) as (segment, slot, _):
-            entry = bytes(segment.entry(slot))
-            try:
-                self.segments.free(segment, slot)
-            except OSError:
-                with contextlib.suppress(OSError), self.segments.lock:
-                    segment.set_entry(slot, entry)
-                raise
+            self.segments.free(segment, slot)
 
     def set_aside(self, name: Name, path: str) -> None:
         segment, slot, _ = self.segments.find(name)

@@ -72,6 +72,8 @@ class Space:
         """Set when a store needs room and no known chunk can leave: a scan may find some."""
         self.may_evict = False
         """Whether the index is complete enough to choose victims from."""
+        self._tells_in_flight = False
+        """Whether another process may correct the quota."""
         self._lock = threading.Lock()
         self._evicting = threading.Lock()
         self._waiting = 0
@@ -194,9 +196,25 @@ class Space:
             log.warning("disk %s: writing paused, %s", self._root.path, reason)
 
     def add_in_flight(self, allocated_bytes: int) -> None:
-        """Count bytes of files that a write or removal is moving."""
+        """Count bytes of chunks that a write or removal is moving: a scan may not see them right.
+
+        It begins before quota or folder change, and ends after both have.
+        """
         with self._lock:
             self.in_flight_bytes += allocated_bytes
+            self._tell_in_flight()
+
+    def end_evicting(self) -> None:
+        """Give up the right to evict, and with it the one to correct the quota."""
+        with self._lock:
+            self._tells_in_flight = True
+            self._tell_in_flight()
+        self._root.evictor.end()
+
+    def _tell_in_flight(self) -> None:
+        if self._tells_in_flight or not self._root.evictor.held:
+            with contextlib.suppress(OSError):
+                self._root.writer.tell_in_flight(self.in_flight_bytes)
 
     def _is_evictor(self) -> bool:
         return self._root.evictor.held and self.may_evict

@@ -271,9 +271,11 @@ class DiskStore(Counts):
                 replaced = draft.publish(name)
                 if form is not draft.form and size is not None:
                     with contextlib.suppress(FileNotFoundError):
-                        replaced = form.allocated_bytes(name)
+                        there = form.allocated_bytes(name)
                         form.remove(name)
-                replaced = replaced and (size or replaced)
+                        replaced += there
+                elif replaced:
+                    replaced = size or replaced
             except OSError as error:
                 return reason_of(error)
             self.uses.stored(name)

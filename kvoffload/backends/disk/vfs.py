@@ -5,6 +5,7 @@ import errno
 import fcntl
 import os
 import shutil
+import struct
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 
@@ -227,6 +228,12 @@ class Vfs:
     def utime(self, path: str, atime_ns: int, mtime_ns: int) -> None:
         name, at = self._at(path)
         os.utime(name, ns=(atime_ns, mtime_ns), dir_fd=at, follow_symlinks=False)
+
+    @staticmethod
+    def lock_part(fd: int, kind: int, offset: int, length: int) -> None:
+        """Take or release a lock of a part of a file: one of the open file, not of the process."""
+        part = struct.pack("hhqqi4x", kind, os.SEEK_SET, offset, length, 0)
+        fcntl.fcntl(fd, fcntl.F_OFD_SETLK, part)
 
     def flock(self, fd: int, operation: int) -> None:
         """Take or release an advisory lock; a forked child does not inherit it."""

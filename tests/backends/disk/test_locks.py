@@ -5,7 +5,7 @@ import time
 
 from disk_parts import ON_DISK, open_disk, until, write
 
-from kvoffload.backends.disk.locks import clean_up, count_alive, is_dead, temporary_bytes
+from kvoffload.backends.disk.locks import bytes_in_flight, clean_up, count_alive, is_dead
 from kvoffload.backends.disk.paths import (
     LEDGER,
     WRITERS,
@@ -79,10 +79,13 @@ async def test_bytes_that_other_processes_write_count_when_a_scan_corrects_the_q
                 bytes(20_480)
             )
     own = os.path.basename(owner.writer_folder)
-    assert temporary_bytes(Vfs(), str(tmp_path), own) == 20_480
+    assert bytes_in_flight(Vfs(), str(tmp_path), own) == 20_480
     (tmp_path / LEDGER).write_bytes(os.urandom(40))
     Scanner(owner._store).scan(full=True)
     assert owner._store.root.quota.refresh() == 2 * ON_DISK + 20_480
+    other._store.space.add_in_flight(40_960)  # with what it removes, or has only reserved
+    assert bytes_in_flight(Vfs(), str(tmp_path), own) == 40_960
+    assert bytes_in_flight(Vfs(), str(tmp_path), "") == 40_960 + 20_480
     await other.close()
     await owner.close()
 

@@ -1,0 +1,206 @@
+"""The shared figure is exact whatever two processes do at the same moment."""
+
+import threading
+
+import pytest
+from disk_parts import ON_DISK, SIZE, chunk_bytes, open_disk
+
+from kvoffload.backends.disk import housekeeper as disk_housekeeper
+from kvoffload.backends.disk.index import name_of
+from kvoffload.backends.disk.scanner import Scanner
+from kvoffload.testing import payload_of
+from kvoffload.testing.backends import keys_of
+from tests.support.vfs import HookedVfs, kind_of
+
+REMOVED = {
+    "files": ["unlink:chunk:after"],
+    "segments": ["punch:slots:after", "pwritev:table:after"],
+}
+"""A removed chunk is still counted."""
+PLACE = {"files": "open:temporary:before", "segments": "pwritev:table:before"}
+"""A chunk to store is counted, and has no place yet."""
+LOOKED = {"files": "lstat:chunk:after", "segments": "lock_part:table:before"}
+"""A process has seen the chunk that it is about to remove or to replace."""
+
+
+class Beside(HookedVfs):
+    """Does something once, before or after the next call of a kind on this thread."""
+
+    def __init__(self):
+        super().__init__()
+        self.acts = {}
+
+    def on(self, point, act, *, then=()):
+        if then:
+            first, *rest = then
+            self.acts[point] = (threading.get_ident(), lambda: self.on(first, act, then=rest))
+        else:
+            self.acts[point] = (threading.get_ident(), act)
+
+    def around(self, call, path, perform):
+        self._act(f"{call}:{kind_of(path)}:before")
+        result = perform()
+        self._act(f"{call}:{kind_of(path)}:after")
+        return result
+
+    def _act(self, point):
+        thread, act = self.acts.get(point, (None, None))
+        if thread == threading.get_ident():
+            del self.acts[point]
+            act()
+
+
+@pytest.fixture
+async def pair(tmp_path, form, monkeypatch):
+    """The stores of the process that evicts, and of another one; neither does housekeeping."""
+    monkeypatch.setattr(disk_housekeeper, "_TICK_S", 3600.0)
+    backends = [open_disk(tmp_path, vfs=Beside()) for _ in range(2)]
+    yield [backend._store for backend in backends]
+    for backend in backends:
+        await backend.close()
+
+
+def put(store, key):
+    chunk = memoryview(bytearray(payload_of(key, SIZE)))
+    assert store.store(key, chunk)
+
+
+def scan(store):
+    assert store.root.evictor.held
+    Scanner(store).scan(full=True)
+
+
+def test_a_scan_while_another_process_removes_a_chunk(tmp_path, form, pair):
+    evicting, other = pair
+    for key in keys_of(3):
+        put(other, key)
+    first, *then = REMOVED[form]
+    other.vfs.on(first, lambda: scan(evicting), then=then)
+    assert other.discard(name_of(0, keys_of(3)[1]), "removed")
+    assert not other.vfs.acts
+    assert evicting.root.quota.refresh() == chunk_bytes(tmp_path) == 2 * ON_DISK
+
+
+def test_a_scan_while_another_process_has_reserved(tmp_path, form, pair):
+    evicting, other = pair
+    one, two = keys_of(2)
+    put(other, one)
+    other.vfs.on(PLACE[form], lambda: scan(evicting))
+    put(other, two)
+    assert not other.vfs.acts
+    assert evicting.root.quota.refresh() == chunk_bytes(tmp_path) == 2 * ON_DISK
+
+
+def test_a_store_that_reserves_as_a_scan_begins_and_ends_before_it(tmp_path, form, pair):
+    evicting, other = pair
+    one, two = keys_of(2)
+    put(other, one)
+    has_reserved, has_listed = threading.Event(), threading.Event()
+
+    def store():
+        other.vfs.on(PLACE[form], lambda: (has_reserved.set(), has_listed.wait(60)))
+        put(other, two)
+
+    storing = threading.Thread(target=store)
+
+    def end():
+        has_listed.set()
+        storing.join()
+
+    def begin():
+        storing.start()
+        assert has_reserved.wait(60)
+        # Whatever the scan listed, the store ends before the figure is set right.
+        evicting.vfs.on("listdir:quarantine:before", end)
+
+    evicting.vfs.on("flock:ledger:before", begin)
+    scan(evicting)
+    assert not evicting.vfs.acts
+    assert evicting.root.quota.refresh() == chunk_bytes(tmp_path) == 2 * ON_DISK
+
+
+def test_the_first_store_of_another_process_as_a_scan_begins(tmp_path, pair):
+    evicting, other = pair
+    (one,) = keys_of(1)
+    evicting.vfs.on("flock:ledger:before", lambda: put(other, one))
+    scan(evicting)
+    assert evicting.root.quota.refresh() == chunk_bytes(tmp_path) == ON_DISK
+
+
+def test_two_processes_remove_the_same_chunk(tmp_path, form, pair):
+    evicting, other = pair
+    one, two = keys_of(2)
+    for key in (one, two):
+        put(other, key)
+    scan(evicting)
+    at = {"files": "unlink:chunk:before", "segments": "lock_part:table:before"}
+    other.vfs.on(at[form], lambda: evicting.discard(name_of(0, one), "evicted"))
+    other.discard(name_of(0, one), "removed")
+    assert not other.vfs.acts
+    assert evicting.root.quota.refresh() == chunk_bytes(tmp_path) == ON_DISK
+
+
+def test_a_chunk_is_replaced_while_another_process_removes_it(tmp_path, form, pair):
+    evicting, other = pair
+    one, two = keys_of(2)
+    for key in (one, two):
+        put(other, key)
+    scan(evicting)
+    other.index.hide([name_of(0, one)])  # as one of another version: a store replaces it
+    other.vfs.on(LOOKED[form], lambda: evicting.discard(name_of(0, one), "evicted"))
+    put(other, one)
+    assert not other.vfs.acts
+    assert evicting.root.quota.refresh() == chunk_bytes(tmp_path) == 2 * ON_DISK
+
+
+def test_a_chunk_of_the_other_form_is_replaced_while_another_process_removes_it(
+    tmp_path, form, pair
+):
+    evicting, other = pair
+    one, two = keys_of(2)
+    for key in (one, two):
+        put(other, key)
+    scan(evicting)
+    other.index.hide([name_of(0, one)])
+    other.why_no_slots = "slots are for before" if form == "segments" else None
+    other.vfs.on(LOOKED[form], lambda: evicting.discard(name_of(0, one), "evicted"))
+    put(other, one)
+    assert not other.vfs.acts
+    assert evicting.root.quota.refresh() == chunk_bytes(tmp_path) == 2 * ON_DISK
+
+
+@pytest.mark.parametrize("form", ["segments"], indirect=True)
+@pytest.mark.parametrize("owner", [0, 1])
+def test_a_slot_that_a_killed_process_was_freeing_is_counted_until_it_is_free(
+    tmp_path, pair, owner, monkeypatch
+):
+    evicting, killed = pair[0], pair[1 - owner].segments
+    one, two = keys_of(2)
+    for key in (one, two):
+        put(pair[owner], key)
+    killed.refresh(0)
+    assert killed.claim(killed.find(name_of(0, one)), one)
+    scan(evicting)
+    assert evicting.root.quota.refresh() == chunk_bytes(tmp_path) == 2 * ON_DISK
+    monkeypatch.setattr("kvoffload.backends.disk.segments._ABANDONED_S", 0)
+    pair[owner].segments.refresh(0)
+    pair[owner].segments.clean_up()
+    scan(evicting)
+    assert evicting.root.quota.refresh() == chunk_bytes(tmp_path) == ON_DISK
+
+
+@pytest.mark.parametrize("form", ["segments"], indirect=True)
+def test_a_table_does_not_grow_while_another_process_frees_its_slots(tmp_path, pair):
+    evicting, other = pair
+    other.root.clean_up()
+    assert other.root.other_writers == 1
+    there = []
+    for key in keys_of(400):
+        put(other, key)
+        there.append(key)
+        if len(there) > 8:
+            evicting.segments.refresh(0)
+            assert evicting.discard(name_of(0, there.pop(0)), "evicted")
+    (table,) = tmp_path.glob("*/segments/*.table")
+    assert table.stat().st_size <= 64 * (1 + 9 + 64)
+    assert evicting.root.quota.refresh() == chunk_bytes(tmp_path) == 8 * ON_DISK
