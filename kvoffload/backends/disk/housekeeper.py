@@ -20,8 +20,8 @@ _ALONE_SCAN_S = 60.0
 """Between scans of the only process: nothing but a person with a shell changes files."""
 _SNAPSHOT_S = 60.0
 _RECOUNT_S = 600.0
-"""Between full scans. Crashes and store/evict races can leave the quota off by a chunk, and some
-file systems allocate after a write."""
+"""Between full scans. Crashes can leave the quota too high by what was in flight, and some file
+systems allocate after a write."""
 _REST, _WANTED_REST, _RECOUNT_REST = 20, 3, 100
 """Pauses after a scan are at least so many times its length: while stores lack victims, shorter."""
 _EXPIRY_SHARE = 0.01

@@ -16,6 +16,7 @@ from kvoffload.backends.disk import limits as disk_limits
 from kvoffload.backends.disk import manifest, paths
 from kvoffload.backends.disk.chunk_file import PAGE, check, reason_of
 from kvoffload.backends.disk.chunk_slot import fault_of
+from kvoffload.backends.disk.descriptors import Descriptors
 from kvoffload.backends.disk.limits import Limits
 from kvoffload.backends.disk.locks import (
     clean_folder,
@@ -120,6 +121,7 @@ class DiskInspector:
         """Open a root; ConfigError: it is none, or another user owns it or may write it."""
         self.root = os.path.realpath(os.path.expanduser(root))
         self.vfs = vfs or Vfs()
+        self._files = Descriptors(self.vfs)
         self._quota: Quota | None = None
         self.unreadable: list[tuple[str, str]] = []
         """Folders that :meth:`chunks` could not list, and why."""
@@ -147,7 +149,7 @@ class DiskInspector:
             for shard in walk(self.vfs, f"{self.root}/{folder}", partial(self._unlisted, folder)):
                 for key, facts in shard.chunks:
                     yield ChunkFile(folder, key, f"{shard.path}/{key.hex()}", facts)
-            for segment in segments_in(self.vfs, f"{self.root}/{folder}", self._unreadable):
+            for segment in segments_in(self._files, f"{self.root}/{folder}", self._unreadable):
                 for slot, entry in segment.chunks():
                     yield ChunkSlot(folder, segment, slot, entry)
 
@@ -254,7 +256,8 @@ class DiskInspector:
         size, offset = chunk.allocated_bytes, chunk.slot * chunk.allocated_bytes
         try:
             content = buffer[:size] if len(buffer) >= size else memoryview(bytearray(size))
-            read = self.vfs.preadv(chunk.segment.fd(direct=False), [content], offset)
+            with chunk.segment.slots(direct=False) as fd:
+                read = self.vfs.preadv(fd, [content], offset)
             reason = fault_of(content[:read], chunk.key, bytes.fromhex(chunk.namespace), cipher)
             if reason is not None and not chunk.is_there():
                 return "missing", read
@@ -267,8 +270,9 @@ class DiskInspector:
         page = memoryview(bytearray(PAGE))
         try:
             if isinstance(chunk, ChunkSlot):
-                fd, offset = chunk.segment.fd(direct=False), chunk.slot * chunk.allocated_bytes
-                return parse_header(page[: self.vfs.preadv(fd, [page], offset)])
+                with chunk.segment.slots(direct=False) as fd:
+                    read = self.vfs.preadv(fd, [page], chunk.slot * chunk.allocated_bytes)
+                return parse_header(page[:read])
             fd = self._open(chunk.path)
             try:
                 return parse_header(page[: self.vfs.preadv(fd, [page], 0)])

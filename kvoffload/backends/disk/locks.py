@@ -70,6 +70,7 @@ class WriterLock:
     def __init__(self, vfs: Vfs, root: str) -> None:
         self._vfs = vfs
         self._numbers = itertools.count()
+        self._telling = threading.Lock()
         self.token = secrets.token_hex(8)
         self.folder = f"{root}/{WRITERS}/{self.token}"
         # Made and locked under a name that clean_up() ignores: it is never visible unlocked.
@@ -77,18 +78,22 @@ class WriterLock:
         vfs.mkdir(new)
         with contextlib.ExitStack() as undo:
             undo.callback(_remove_quietly, vfs, new)
-            self._fd = open_locked(vfs, f"{new}/{_LOCK}", os.O_RDWR | os.O_CREAT, fcntl.LOCK_EX)
-            undo.callback(vfs.close_quietly, self._fd)
+            fd = open_locked(vfs, f"{new}/{_LOCK}", os.O_RDWR | os.O_CREAT, fcntl.LOCK_EX)
+            self._fd: int | None = fd
+            undo.callback(vfs.close_quietly, fd)
             self.tell_in_flight(0)
             vfs.rename(new, self.folder)
             undo.pop_all()
 
     def is_gone(self) -> bool:
-        return not is_at(self._vfs, self._fd, f"{self.folder}/{_LOCK}")
+        fd = self._fd
+        return fd is not None and not is_at(self._vfs, fd, f"{self.folder}/{_LOCK}")
 
     def tell_in_flight(self, allocated_bytes: int) -> None:
-        """Tell other processes how many bytes the quota counts of chunks that move; OSError."""
-        self._vfs.pwritev(self._fd, [_RECORD.pack(_KNOWS_SLOTS, allocated_bytes)], 0)
+        """Tell other processes how many bytes of chunks this one moves; raises OSError."""
+        with self._telling:  # a thread of a store that was closed may come late
+            if self._fd is not None:
+                self._vfs.pwritev(self._fd, [_RECORD.pack(_KNOWS_SLOTS, allocated_bytes)], 0)
 
     def temporary(self, *, counted: bool = True) -> str:
         """Return a new path for a file; ``counted``: the quota counts its bytes."""
@@ -96,7 +101,10 @@ class WriterLock:
 
     def close(self) -> None:
         _remove_quietly(self._vfs, self.folder)
-        self._vfs.close_quietly(self._fd)
+        with self._telling:
+            if self._fd is not None:
+                self._vfs.close_quietly(self._fd)
+                self._fd = None
 
 
 class EvictorLock:

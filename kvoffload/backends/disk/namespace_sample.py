@@ -8,6 +8,7 @@ from itertools import islice
 
 from kvoffload.backends.base import Described
 from kvoffload.backends.disk import manifest
+from kvoffload.backends.disk.descriptors import Descriptors
 from kvoffload.backends.disk.paths import SHARDS, is_namespace
 from kvoffload.backends.disk.segment import segments_in
 from kvoffload.backends.disk.store import DiskStore
@@ -70,6 +71,6 @@ def _measure(vfs: Vfs, folder: str) -> tuple[int, int]:
         if chunks >= _SAMPLE:
             share = len(SHARDS) / (1 + SHARDS.index(shard.name))
             break
-    slots = [(each.num_used, each.slot_bytes) for each in segments_in(vfs, folder)]
+    slots = [(each.num_used, each.slot_bytes) for each in segments_in(Descriptors(vfs), folder)]
     chunks = round(chunks * share) + sum(used for used, _ in slots)
     return chunks, round(num_bytes * share) + sum(used * size for used, size in slots)

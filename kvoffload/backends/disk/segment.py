@@ -9,14 +9,15 @@ import errno
 import fcntl
 import os
 import struct
-import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from typing import NamedTuple
 
 import xxhash
 
+from kvoffload.backends.disk.descriptors import Descriptors
 from kvoffload.backends.disk.locks import is_at, open_locked
 from kvoffload.backends.disk.paths import SEGMENTS, SLOTS, TABLE, stems_of
 from kvoffload.backends.disk.vfs import Vfs
@@ -80,11 +81,17 @@ def stored_in(entry: bytes | bytearray) -> int:
 
 
 class Segment:
-    """One segment; the last reference to it closes its files. Callers serialize what they write."""
+    """One segment, of which nothing stays open but a lock. Callers serialize what they write."""
 
-    def __init__(self, vfs: Vfs, stem: str, table_fd: int, slot_bytes: int, number: int) -> None:
-        """Use an open table; ``stem``: path of both files without their endings."""
-        self.vfs = vfs
+    def __init__(
+        self, files: Descriptors, stem: str, slot_bytes: int, number: int, own_fd: int | None = None
+    ) -> None:
+        """Open nothing; ``stem``: path of both files without their endings.
+
+        ``own_fd``: of the table, if it is locked.
+        """
+        self.vfs = files.vfs
+        self._files = files
         self.stem = stem
         self.slot_bytes = slot_bytes
         self.number = number
@@ -105,40 +112,55 @@ class Segment:
         """Slots taken since this process read the table last."""
         self.unwritten_bytes = 0
         """Bytes since the kernel was last told to write them."""
-        self._table_fd = table_fd
-        self._fds: dict[bool, int] = {}
-        self._opening = threading.Lock()
         self._mtime_ns = -1
+        self._locked = [] if own_fd is None else [own_fd]
+        """A descriptor that has the lock, and no other use: at most one."""
         # Another thread may use the files as long as it has the segment.
-        self.close = weakref.finalize(self, _close, vfs, table_fd, self._fds)
-        self.close.atexit = False
+        self._unlock = weakref.finalize(self, _close, self.vfs, self._locked)
+        self._unlock.atexit = False
 
     # ---- the files -------------------------------------------------------------------------
 
-    def fd(self, *, direct: bool) -> int:
-        """Return a descriptor of the slots; raises OSError."""
-        with self._opening:
-            if direct not in self._fds:
-                # A reader of a removed segment must not make the file again, for it would stay.
-                made = os.O_CREAT if self.is_own else 0
-                flags = os.O_RDWR | made | (os.O_DIRECT if direct else 0)
-                self._fds[direct] = self.vfs.open(self.stem + SLOTS, flags)
-            return self._fds[direct]
+    def slots(self, *, direct: bool) -> AbstractContextManager[int]:
+        """Lend a descriptor of the slots; raises OSError."""
+        # A reader of a removed segment must not make the file again, for it would stay.
+        made = os.O_CREAT if self.is_own else 0
+        flags = os.O_RDWR | made | (os.O_DIRECT if direct else 0)
+        return self._files.use(self.stem + SLOTS, flags, direct=direct)
+
+    def _table(self) -> AbstractContextManager[int]:
+        return self._files.use(self.stem + TABLE, os.O_RDWR)
 
     def lock(self) -> bool:
         """Lock the segment if it is there and no process has it locked; raises OSError."""
         try:
-            self.vfs.flock(self._table_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+            if not self._locked:  # as after an error
+                path = self.stem + TABLE
+                self._locked.append(open_locked(self.vfs, path, os.O_RDWR, fcntl.LOCK_EX))
+        except (BlockingIOError, FileNotFoundError):
             return False
-        return is_at(self.vfs, self._table_fd, self.stem + TABLE)
+        if is_at(self.vfs, self._locked[0], self.stem + TABLE):
+            return True
+        self.unlock()
+        return False
 
     def unlock(self) -> None:
-        self.vfs.flock(self._table_fd, fcntl.LOCK_UN)
+        _close(self.vfs, self._locked)
+
+    def close(self) -> None:
+        """Close what no thread uses."""
+        self._unlock()  # for good: it holds the store, by the file system
+        self._files.drop(self.stem + SLOTS, self.stem + TABLE)
+
+    def disown(self) -> None:
+        """Leave all open: in a forked child, their numbers may be those of other files."""
+        self._unlock.detach()
 
     def sync(self) -> None:
-        self.vfs.fsync(self.fd(direct=False))
-        self.vfs.fsync(self._table_fd)
+        with self.slots(direct=False) as fd:
+            self.vfs.fsync(fd)
+        with self._table() as fd:
+            self.vfs.fsync(fd)
 
     def unlink(self) -> None:
         """Remove both files, of a segment without chunks that the caller has locked."""
@@ -150,12 +172,14 @@ class Segment:
     def free_blocks(self, slot: int) -> None:
         """Give the room of a slot back to the file system; raises OSError."""
         with contextlib.suppress(FileNotFoundError):  # without the file, no slot has room
-            self.vfs.punch(self.fd(direct=False), slot * self.slot_bytes, self.slot_bytes)
+            with self.slots(direct=False) as fd:
+                self.vfs.punch(fd, slot * self.slot_bytes, self.slot_bytes)
 
     def entry(self, slot: int) -> bytearray:
         """Read the entry of a slot from the table."""
         entry = bytearray(ENTRY_BYTES)
-        self.vfs.preadv(self._table_fd, [entry], _offset(slot))
+        with self._table() as fd:
+            self.vfs.preadv(fd, [entry], _offset(slot))
         return entry
 
     def chunk(self, slot: int) -> Entry | None:
@@ -177,7 +201,7 @@ class Segment:
 
         None: the slot has no such chunk. Of several processes, one claims it.
         """
-        with self._alone(slot):
+        with self._table() as fd, self._alone(fd, slot):
             entry = bytes(self.entry(slot))
             if key_in(entry) != key:
                 return None
@@ -185,12 +209,12 @@ class Segment:
             return entry
 
     @contextlib.contextmanager
-    def _alone(self, slot: int) -> Iterator[None]:
+    def _alone(self, fd: int, slot: int) -> Iterator[None]:
         """Keep other processes from claiming a slot; callers keep other threads."""
         part = _offset(slot), ENTRY_BYTES
         for _ in range(_LOCK_TRIES):
             with contextlib.suppress(BlockingIOError):
-                self.vfs.lock_part(self._table_fd, fcntl.F_WRLCK, *part)
+                self.vfs.lock_part(fd, fcntl.F_WRLCK, *part)
                 break
             time.sleep(_LOCK_PAUSE_S)
         else:
@@ -198,14 +222,14 @@ class Segment:
         try:
             yield
         finally:
-            self.vfs.lock_part(self._table_fd, fcntl.F_UNLCK, *part)
+            self.vfs.lock_part(fd, fcntl.F_UNLCK, *part)
 
     def set_used(self, slot: int, used_ns: int) -> None:
         self._write(_USED.pack(used_ns), _offset(slot))
 
     def _write(self, data: bytes, offset: int) -> None:
-        if self.vfs.pwritev(self._table_fd, [data], offset) != len(data):
-            raise OSError(errno.EIO, "short write", self.stem + TABLE)
+        with self._table() as fd:
+            _write(self.vfs, fd, data, offset)
 
     def note_change(self, slot: int, before: bytes, now: bytes) -> None:
         """Note what another process changed in an own segment.
@@ -233,7 +257,7 @@ class Segment:
         """Read the table; yield each slot whose entry changed, the entry before, and the new."""
         import numpy as np  # takes long, and a new folder has no table
 
-        changed_ns = self.vfs.fstat(self._table_fd).st_mtime_ns
+        changed_ns = self.vfs.lstat(self.stem + TABLE).st_mtime_ns
         # Within one step of the clock the table may change again and keep its time.
         self._mtime_ns = changed_ns if time.time_ns() - changed_ns > _CLOCK_STEP_NS else -1
         before, self.is_tidy, self.taken = self.table, False, 0
@@ -248,7 +272,10 @@ class Segment:
 
     def has_changed(self) -> bool:
         """Return whether the table may have changed since it was read; raises OSError."""
-        return self.vfs.fstat(self._table_fd).st_mtime_ns != self._mtime_ns
+        try:
+            return self.vfs.lstat(self.stem + TABLE).st_mtime_ns != self._mtime_ns
+        except FileNotFoundError:
+            return False  # the next look into its folder forgets it
 
     def chunks(self) -> Iterator[tuple[int, Entry]]:
         """Yield each slot with a chunk as this process knows them, with its entry."""
@@ -303,19 +330,20 @@ class Segment:
 
     def read_table(self) -> None:
         """Read all entries; raises OSError."""
-        size = self.vfs.fstat(self._table_fd).st_size - ENTRY_BYTES
-        table, done = bytearray(max(0, size // ENTRY_BYTES * ENTRY_BYTES)), 0
-        view = memoryview(table)
-        while done < len(table):
-            moved = self.vfs.preadv(self._table_fd, [view[done:]], ENTRY_BYTES + done)
-            if moved <= 0:
-                break
-            done += moved
-        view.release()
+        with self._table() as fd:
+            size = self.vfs.fstat(fd).st_size - ENTRY_BYTES
+            table, done = bytearray(max(0, size // ENTRY_BYTES * ENTRY_BYTES)), 0
+            view = memoryview(table)
+            while done < len(table):
+                moved = self.vfs.preadv(fd, [view[done:]], ENTRY_BYTES + done)
+                if moved <= 0:
+                    break
+                done += moved
+            view.release()
         self.table = table
 
 
-def open_segment(vfs: Vfs, stem: str, number: int = 0) -> Segment:
+def open_segment(files: Descriptors, stem: str, number: int = 0) -> Segment:
     """Open a segment; OSError: it cannot be read.
 
     Raises:
@@ -323,14 +351,13 @@ def open_segment(vfs: Vfs, stem: str, number: int = 0) -> Segment:
             table is a folder, a link or a device.
     """
     try:
-        fd = vfs.open(stem + TABLE, os.O_RDWR)
-        try:
-            head = bytearray(_HEAD.size + _SEAL.size)
-            vfs.preadv(fd, [head], 0)
-            return Segment(vfs, stem, fd, _slot_bytes_in(head), number)
-        except BaseException:
-            vfs.close_quietly(fd)
-            raise
+        head = bytearray(_HEAD.size + _SEAL.size)
+        with files.use(stem + TABLE, os.O_RDWR) as fd:
+            files.vfs.preadv(fd, [head], 0)
+        return Segment(files, stem, _slot_bytes_in(head), number)
+    except ValueError:
+        files.drop(stem + TABLE)
+        raise
     except OSError as error:
         if error.errno in _NO_FILE:
             raise ValueError("header") from error
@@ -349,19 +376,22 @@ def _slot_bytes_in(head: bytearray) -> int:
     return int(slot_bytes)
 
 
-def make_segment(vfs: Vfs, stem: str, temporary: str, slot_bytes: int, *, durable: bool) -> Segment:
+def make_segment(
+    files: Descriptors, stem: str, temporary: str, slot_bytes: int, *, durable: bool
+) -> Segment:
     """Make a locked segment without chunks; raises OSError.
 
     It is made under a temporary name: no process sees it unlocked.
     """
-    folder = os.path.dirname(stem)
+    vfs, folder = files.vfs, os.path.dirname(stem)
     vfs.make_folder(folder, durable=durable)
     head = _HEAD.pack(_MAGIC, _VERSION, ENTRY_BYTES, slot_bytes)
-    fd = vfs.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL)
-    made = Segment(vfs, stem, fd, slot_bytes, 0)
+    head += _SEAL.pack(xxhash.xxh3_64_intdigest(head))
+    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL
+    fd = open_locked(vfs, temporary, flags, fcntl.LOCK_EX)
+    made = Segment(files, stem, slot_bytes, 0, fd)
     try:
-        vfs.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        made._write(head + _SEAL.pack(xxhash.xxh3_64_intdigest(head)), 0)
+        _write(vfs, fd, head, 0)
         vfs.rename(temporary, stem + TABLE)
     except BaseException:
         vfs.unlink_quietly(temporary)
@@ -374,7 +404,7 @@ def make_segment(vfs: Vfs, stem: str, temporary: str, slot_bytes: int, *, durabl
 
 
 def segments_in(
-    vfs: Vfs,
+    files: Descriptors,
     folder: str,
     failed: Callable[[str, OSError | ValueError], None] = lambda stem, e: None,
 ) -> Iterator[Segment]:
@@ -383,9 +413,9 @@ def segments_in(
     ``failed`` is called with each one that cannot be read, and the error.
     """
     inner = f"{folder}/{SEGMENTS}"
-    for stem in sorted(stems_of(names_in(vfs, inner))):
+    for stem in sorted(stems_of(names_in(files.vfs, inner))):
         try:
-            segment = open_segment(vfs, f"{inner}/{stem}")
+            segment = open_segment(files, f"{inner}/{stem}")
             segment.read_table()
             yield segment
         except FileNotFoundError:
@@ -396,10 +426,11 @@ def segments_in(
 
 def remove_empty(vfs: Vfs, folder: str) -> None:
     """Remove the segments of a namespace folder that are empty and that no process has locked."""
-    for segment in segments_in(vfs, folder):
+    for segment in segments_in(Descriptors(vfs), folder):
         with contextlib.suppress(OSError):
             if segment.lock() and not segment.num_used:
                 segment.unlink()
+        segment.close()
 
 
 def remove_damaged(vfs: Vfs, stem: str) -> None:
@@ -416,6 +447,11 @@ def _offset(slot: int) -> int:
     return (1 + slot) * ENTRY_BYTES
 
 
-def _close(vfs: Vfs, table_fd: int, fds: dict[bool, int]) -> None:
-    for fd in (*fds.values(), table_fd):
-        vfs.close_quietly(fd)
+def _write(vfs: Vfs, fd: int, data: bytes, offset: int) -> None:
+    if vfs.pwritev(fd, [data], offset) != len(data):
+        raise OSError(errno.EIO, "short write")
+
+
+def _close(vfs: Vfs, fds: list[int]) -> None:
+    while fds:
+        vfs.close_quietly(fds.pop())

@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator
 from typing import NamedTuple, Protocol
 
+from kvoffload.backends.disk.descriptors import Descriptors
 from kvoffload.backends.disk.index import Name, name_of
 from kvoffload.backends.disk.paths import SEGMENTS, stems_of
 from kvoffload.backends.disk.root import RootHandle
@@ -31,7 +32,7 @@ from kvoffload.backends.disk.slot_places import MOST_SEGMENTS, At, Places
 from kvoffload.backends.disk.vfs import Vfs
 from kvoffload.backends.header import OTHER_VERSION
 
-_MOST_SIZES = 16
+MOST_SIZES = 16
 """So many sizes of slots a process has at most: each has an open segment."""
 _ABANDONED_S = 60.0
 """Longer than any living process takes to free a slot."""
@@ -83,6 +84,7 @@ class Segments(Places):
         super().__init__()
         self.vfs = vfs
         self._durable = durable
+        self._files = Descriptors(vfs)
         self._host = host
         self._refreshing = threading.Lock()
         self._damaged: set[str] = set()
@@ -119,7 +121,7 @@ class Segments(Places):
 
     def has_room_for(self, slot_bytes: int) -> bool:
         """Return whether the process has, or may have, a segment of slots of this size."""
-        return slot_bytes in self._own or len(self._own) < _MOST_SIZES
+        return slot_bytes in self._own or len(self._own) < MOST_SIZES
 
     # ---- all chunks ------------------------------------------------------------------------
 
@@ -158,7 +160,7 @@ class Segments(Places):
         failed = None
         for stem in sorted(there - self._damaged):
             try:
-                self._add(open_segment(self.vfs, stem, number))
+                self._add(open_segment(self._files, stem, number))
             except FileNotFoundError:
                 continue
             except OSError as error:
@@ -260,13 +262,15 @@ class Segments(Places):
                     segment.unlink()
             self._open[i] = None
             segment.close()
+        self._files.close()
         self._places.clear()
         self._own.clear()
 
     def disown(self) -> None:
         """Leave all files open: in a forked child, their numbers may be those of other files."""
+        self._files.disown()
         for _, segment in self._known():
-            segment.close.detach()
+            segment.disown()
 
     # ---- inside ----------------------------------------------------------------------------
 
@@ -292,7 +296,7 @@ class Segments(Places):
         writer = self._host.root.writer
         stem = f"{self._host.folder(0)}/{SEGMENTS}/{secrets.token_hex(8)}"
         temporary = writer.temporary(counted=False)
-        made = make_segment(self.vfs, stem, temporary, slot_bytes, durable=self._durable)
+        made = make_segment(self._files, stem, temporary, slot_bytes, durable=self._durable)
         self._own[slot_bytes] = number = self._add(made)
         return number
 
@@ -332,6 +336,7 @@ class Segments(Places):
             segment, self._open[number] = self._open[number], None
             if segment is None:
                 return
+            segment.close()
             if self._own.get(segment.slot_bytes) == number:
                 del self._own[segment.slot_bytes]
             prefix, lost = name_of(segment.number, b""), []

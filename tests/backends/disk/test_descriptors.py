@@ -1,0 +1,121 @@
+"""The descriptors that one store keeps of segments: a bounded number, however many there are."""
+
+import contextlib
+import os
+import resource
+import shutil
+
+import pytest
+from disk_parts import ON_DISK, SIZE, chunk_bytes, open_disk, until, write
+
+from kvoffload.backends.disk.descriptors import MOST_IDLE, Descriptors
+from kvoffload.backends.disk.index import name_of
+from kvoffload.backends.disk.vfs import Vfs
+from kvoffload.config import ByteSize
+from kvoffload.testing import payload_of
+from kvoffload.testing.backends import keys_of, slots
+
+NAMESPACES = 500
+MOST = MOST_IDLE + 4
+"""With the lock of the own segment, and what housekeeping uses at the moment."""
+
+
+@pytest.fixture
+def few_descriptors():
+    """The usual limit is 1,024 for all of an engine."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
+    yield
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def in_segments():
+    """Return how many descriptors of this process lead to segments."""
+    links = []
+    for number in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):  # closed since
+            links.append(os.readlink(f"/proc/self/fd/{number}"))
+    return sum(link.endswith((".table", ".slots")) for link in links)
+
+
+@pytest.mark.usefixtures("few_descriptors")
+async def test_five_hundred_namespaces_and_few_descriptors(tmp_path):
+    keys = keys_of(2)
+    backend = open_disk(tmp_path, "old", form="segments")
+    assert await write(backend, keys) == [True] * 2
+    await backend.close()
+    (folder,) = (path for path in tmp_path.iterdir() if len(path.name) == 64)
+    for i in range(1, NAMESPACES):
+        shutil.copytree(folder, tmp_path / f"{i:064x}")
+    room = {"capacity": ByteSize((2 * NAMESPACES + 20) * ON_DISK), "high_watermark": 1.0}
+    backend = open_disk(tmp_path, "old", form="segments", low_watermark=1.0, **room)
+    store, new = backend._store, keys_of(120, "new")
+    assert len(store.index) == 2 * NAMESPACES
+    for i in range(1, NAMESPACES + 1):
+        assert store.used_ns(name_of(i % NAMESPACES, keys[0]))
+        assert in_segments() <= MOST
+    for key in new:  # most of them evict chunks of other namespaces
+        assert await write(backend, [key]) == [True]
+        assert in_segments() <= MOST
+    into = slots(120, SIZE)
+    assert await backend.read(new, into) == [True] * 120
+    assert all(bytes(slot) == payload_of(key, SIZE) for key, slot in zip(new, into, strict=True))
+    assert backend.counters()["evicted"] >= 100
+    assert set(backend.counters()) <= {"evicted", "overwritten"}
+    assert backend._housekeeper._scanner.scan(full=True)
+    assert backend.usage().resident_bytes == chunk_bytes(tmp_path) == room["capacity"]
+    assert in_segments() <= MOST
+    await backend.close()
+    assert await until(lambda: in_segments() == 0)
+
+
+def is_open(fd):
+    try:
+        os.fstat(fd)
+    except OSError:
+        return False
+    return True
+
+
+@pytest.fixture
+def paths(tmp_path):
+    paths = [str(tmp_path / f"{i}.table") for i in range(2 * MOST_IDLE)]
+    for path in paths:
+        with open(path, "w") as file:
+            file.write(path)
+    return paths
+
+
+def test_the_least_recently_used_descriptors_close_first_and_none_in_use(paths):
+    files = Descriptors(Vfs())
+    with files.use(paths[0], os.O_RDONLY) as fd:
+        for path in paths[1:]:
+            with files.use(path, os.O_RDONLY) as other:
+                assert os.read(other, 4096) == path.encode()
+        assert in_segments() == MOST_IDLE + 1
+        assert os.read(fd, 4096) == paths[0].encode()
+    assert in_segments() == MOST_IDLE
+    with files.use(paths[-1], os.O_RDONLY) as again:
+        assert again == other
+    files.close()
+    assert in_segments() == 0
+
+
+@pytest.mark.parametrize(
+    "end", [lambda files, path: files.drop(path), lambda files, _: files.close()]
+)
+def test_a_descriptor_in_use_closes_after_its_last_use(paths, end):
+    files, path = Descriptors(Vfs()), paths[0]
+    with files.use(path, os.O_RDONLY) as one, files.use(path, os.O_RDONLY) as two:
+        assert one == two
+        end(files, path)
+        assert is_open(one)
+    assert not is_open(one)
+
+
+def test_a_thread_that_comes_after_the_end_leaves_nothing_open(paths):
+    files = Descriptors(Vfs())
+    files.close()
+    with files.use(paths[0], os.O_RDONLY) as fd:
+        assert os.read(fd, 4096) == paths[0].encode()
+    assert in_segments() == 0
