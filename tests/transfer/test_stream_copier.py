@@ -190,6 +190,31 @@ def test_a_call_at_the_end_of_a_copy_is_made_though_no_thread_polls_the_fence(ma
     assert (called, fence.error) == ([1], None)
 
 
+class Slow(LateDevice):
+    """A device whose copies take an hour of its own time."""
+
+    def copy(self, stream, copies, to_host, memory):
+        super().copy(stream, copies, to_host, memory)
+
+        def last():
+            stream.clock_s += 3600
+
+        stream.enqueue(last)
+
+
+@pytest.mark.parametrize("to_host", [True, False])
+@pytest.mark.parametrize("direct_page_bytes", [1, 1 << 20])
+def test_the_time_of_a_transfer_is_without_that_of_the_transfers_before_it(
+    make, to_host, direct_page_bytes
+):
+    parts = make(Slow, direct_page_bytes=direct_page_bytes)
+    fences = [
+        parts.launch(moves_of(move(slot, [2 * slot, 2 * slot + 1])), to_host) for slot in range(4)
+    ]
+    assert all(fence.wait(10) for fence in fences)
+    assert all(3600 <= fence.copy_time_s < 7200 for fence in fences)
+
+
 class Idle(LateDevice):
     """A device that notes whether copies were left when it was closed."""
 

@@ -244,10 +244,9 @@ class Launcher:
         A copy engine leaves a stream only where the stream has to wait. The engine's own small
         copies would otherwise wait until all that is enqueued here has been copied.
         """
-        lane, flying = self._enter(job), self._flying[job.to_host]
+        flying = self._flying[job.to_host]
+        lane = self._enter(job, flying[-1][0] if flying else None)
         self._follow_engine(job, lane)
-        if flying:
-            lane.stream.wait_event(flying[-1][0])
         self._device.copy(lane.stream, copies, job.to_host, job.memory)
         calls = 1 if self._device.has_batches() else len(copies.sizes)
         share = max(calls / MOST_CALLS, int(copies.sizes.sum()) / MOST_BYTES)
@@ -282,11 +281,16 @@ class Launcher:
             with contextlib.suppress(Exception):  # a table that kernels may read for ever is lost
                 self._tables[job.to_host].append((table, stream.record_event()))
 
-    def _enter(self, job: StreamJob) -> Lane:
-        """Take the next lane of the job's direction."""
+    def _enter(self, job: StreamJob, after: Event | None = None) -> Lane:
+        """Take the next lane of the job's direction, to go on when ``after`` is passed.
+
+        A transfer begins after the transfers before it: their time is not counted.
+        """
         ring = self._lanes[job.to_host]
         lane = ring[0]
         ring.rotate(-1)
+        if after is not None:
+            lane.stream.wait_event(after)
         if lane not in job.lanes:
             job.lanes.append(lane)
             if len(job.lanes) == 1:
