@@ -230,7 +230,7 @@ def check_within(memory: memoryview, moves: Moves, layout: ChunkLayout) -> None:
         ValueError: naming the places.
     """
     starts, sizes = moves.host_slots, np.array(layout.payload_bytes)[moves.chunks[1]]
-    if (starts < 0).any() or (starts + sizes > memory.nbytes).any():
+    if (starts < 0).any() or (starts > memory.nbytes - sizes).any():
         raise ValueError(f"chunks at {starts.tolist()} of {memory.nbytes} bytes")
 
 

@@ -289,14 +289,14 @@ def test_chunks_arrive_from_a_server_s_memory_before_it_is_pinned_and_after(
     chunks = [3, 0, PORTION_BYTES // layout.slot_bytes, PINNED_BYTES // layout.slot_bytes - 1]
     with closing(new_copier(caches, slab, layout, direct_page_bytes=direct_page_bytes)) as copier:
         lender.load(copier, layout, caches, chunks)
-        pinned = copier._device.lent(lender.memory)
+        pinned = copier._device.lent(lender.memory, 0)
         until(lambda: pinned.pinned_bytes == len(lender.written), 60)
         for _ in range(3):
             lender.load(copier, layout, caches, chunks)
         assert pinned.takes_batches
         lender.memory.leave()
         until(lambda: not pinned.pinned_bytes, 60)
-    lender.theirs.close()
+    lender.close()
 
 
 def test_tensors_on_two_devices_are_refused():

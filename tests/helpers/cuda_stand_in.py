@@ -170,6 +170,8 @@ class FakeDriver:
         assert threading.current_thread().name in self._cuda.entered
         assert is_read_only is not is_writable(address), "CUDA_ERROR_INVALID_VALUE"
         self._cuda.register(address, length)
+        for start in range(address, address + length, 4096):  # each page is there from now on
+            ctypes.string_at(start, 1)
 
     def unregister(self, address):
         assert threading.current_thread().name in self._cuda.entered

@@ -241,7 +241,7 @@ class LateDevice:
         frozen = _frozen(table)
         stream.enqueue(lambda: self._kernels.move(part, frozen, stage, to_stage))
 
-    def has_batches(self) -> bool:
+    def has_batches(self, memory: "LateMemory", end: int) -> bool:
         """See :class:`kvoffload.transfer.cuda.device.Device`."""
         return self.batches
 
@@ -259,7 +259,7 @@ class LateDevice:
                 continue
             stream.enqueue(lambda t=target, s=source, n=num_bytes: ctypes.memmove(t, s, n))  # type: ignore[misc]
 
-    def lent(self, memory: ForeignMemory) -> "LateMemory":
+    def lent(self, memory: ForeignMemory, end: int) -> "LateMemory":
         """See :class:`kvoffload.transfer.cuda.device.Device`; nothing has to be pinned."""
         whole = np.frombuffer(memory.bytes, np.int8)
         return LateMemory(whole.ctypes.data, len(whole))

@@ -18,15 +18,32 @@ class BorrowingCopier(Copier, CopiesFromAnywhere):
 
 
 class Lender:
-    """A file that the engine can only read, full of noise; ``theirs`` is the server's socket."""
+    """A file that the engine can only read; ``theirs`` is the server's socket.
 
-    def __init__(self, num_bytes: int) -> None:
-        fd = create_shared_memory(num_bytes)
-        self.written = np.random.default_rng(0).integers(-128, 127, num_bytes, np.int8)
-        os.pwrite(fd, self.written.tobytes(), 0)
+    Args:
+        num_bytes: of the file.
+        used_bytes: so many are noise, and the server has not used the rest; all by default.
+    """
+
+    def __init__(self, num_bytes: int, used_bytes: int | None = None) -> None:
+        self.fd = create_shared_memory(num_bytes)
+        used_bytes = num_bytes if used_bytes is None else used_bytes
+        self.written = np.random.default_rng(0).integers(-128, 127, used_bytes, np.int8)
+        os.pwrite(self.fd, self.written.tobytes(), 0)
         mine, self.theirs = socket.socketpair()
-        self.memory = LentMemory(os.open(f"/proc/self/fd/{fd}", os.O_RDONLY), mine)
-        os.close(fd)
+        fd = os.open(f"/proc/self/fd/{self.fd}", os.O_RDONLY)
+        self.memory: LentMemory | None = LentMemory(fd, mine)
+
+    def write(self, start: int, numbers: "np.ndarray[tuple[int], np.dtype[np.int64]]") -> None:
+        """Write there, as a server does."""
+        os.pwrite(self.fd, numbers.tobytes(), start)
+
+    def close(self) -> None:
+        """End both ends; what is mapped stays until the last copy has ended."""
+        if self.memory is not None:
+            self.memory.leave()
+        os.close(self.fd)
+        self.theirs.close()
 
     def load(
         self,
@@ -36,6 +53,7 @@ class Lender:
         chunks: Sequence[int],
     ) -> None:
         """Load these chunks, which lie as in slots, and compare every byte."""
+        assert self.memory is not None
         loan = self.memory.borrow(
             range(len(chunks)), [chunk * layout.slot_bytes for chunk in chunks], lambda: None
         )

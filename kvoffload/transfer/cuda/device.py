@@ -103,8 +103,11 @@ class Device(Protocol):
         """The slab."""
         ...
 
-    def lent(self, memory: ForeignMemory) -> HostMemory:
-        """Return memory of a server, which is pinned from the first call on until it is left."""
+    def lent(self, memory: ForeignMemory, end: int) -> HostMemory:
+        """Return memory of a server, which is pinned up to here, and farther by a later call.
+
+        It is unpinned when it is left.
+        """
         ...
 
     def prepare(self, parts: Sequence[Part]) -> bool:
@@ -149,8 +152,8 @@ class Device(Protocol):
         """Gather pages into staging memory, chunk after chunk; or scatter them to their blocks."""
         ...
 
-    def has_batches(self) -> bool:
-        """Whether several copies are one call of the driver; may change to False."""
+    def has_batches(self, memory: HostMemory, end: int) -> bool:
+        """Whether several copies, up to here, are one call of the driver; may change."""
         ...
 
     def copy(self, stream: Stream, copies: Copies, to_host: bool, memory: HostMemory) -> None:

@@ -89,26 +89,36 @@ class Pinning:
         self._unpin_all()
 
     def _pin_all(self, memory: Pinnable) -> None:
-        total, begun_s = memory.num_bytes, time.monotonic()
-        logged_s = begun_s
+        total, took_s = memory.num_bytes, 0.0
+        logged_s = time.monotonic()
         for start in range(0, total, self.portion_bytes):
             length = min(self.portion_bytes, total - start)
+            if not self._await_use(start):
+                return
+            begun_s = time.monotonic()
             try:
                 if not self._pin(memory, start, length):
                     return
             except Exception as error:
                 self._give_up(memory, error, start)
                 return
-            with self._progress:
-                self.pinned_bytes += length
-                if self._is_stopping:
-                    return
+            self.pinned_bytes += length
+            took_s += time.monotonic() - begun_s
             if time.monotonic() - logged_s > PROGRESS_S:
                 logged_s = time.monotonic()
                 done = human_bytes(start + length)
                 log.info("%s: %s of %s pinned", memory.name, done, human_bytes(total))
-        took_s = time.monotonic() - begun_s
         log.info("%s: %s pinned in %.1f s", memory.name, human_bytes(total), took_s)
+
+    def _await_use(self, start: int) -> bool:
+        """Wait until the portion is to be pinned; False if no further one is."""
+        with self._progress:
+            self._progress.wait_for(lambda: self._is_used(start) or self._is_stopping)
+            return not self._is_stopping
+
+    def _is_used(self, start: int) -> bool:
+        """Whether the portion that begins here is to be pinned yet."""
+        return True
 
     def _pin(self, memory: Pinnable, start: int, length: int) -> bool:
         """Pin a portion, in several tries if need be; False if the copier was closed meanwhile."""
@@ -139,7 +149,8 @@ class Pinning:
             error,
             memlock,
         )
-        self.error = error
+        # Its frames have the memory, and this object: nothing of a server would be unmapped.
+        self.error = error.with_traceback(None)
 
     def _unpin_all(self) -> None:
         """Unpin, on the thread that pinned: it has the device's context."""
@@ -167,10 +178,10 @@ class Pinning:
             self._is_stopping = self._is_closing = True
             self._progress.notify_all()
 
-    def close(self) -> None:
-        """Unpin all, in the background if it takes long; no copy may run any more."""
+    def close(self, timeout_s: float | None = None) -> None:
+        """Unpin all, in the background if it takes longer; no copy may run any more."""
         self.let_go()
-        self._thread.join(CLOSE_TIMEOUT_S)
+        self._thread.join(CLOSE_TIMEOUT_S if timeout_s is None else timeout_s)
         if self._thread.is_alive():  # it keeps the memory, so nothing is freed too early
             log.warning("host memory is still pinned after %.0f s; left alone", CLOSE_TIMEOUT_S)
 

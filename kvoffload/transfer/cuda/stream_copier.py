@@ -224,12 +224,15 @@ class Launcher:
                     self._stage(job, part, portion)
                     yield True
             if len(moves) and not parts:
-                most = MOST_COPIES if self._device.has_batches() else MOST_SINGLE_COPIES
+                most = MOST_COPIES if self._has_batches(job) else MOST_SINGLE_COPIES
                 for copies in self._plan.page_copies(group_idx, moves, most):
                     while not self._has_room(job.to_host):
                         yield False
                     self._copy_pages(job, copies)
                     yield True
+
+    def _has_batches(self, job: StreamJob) -> bool:
+        return self._device.has_batches(job.memory, job.host_end)
 
     def _has_room(self, to_host: bool) -> bool:
         """Whether the driver takes further direct copies at once."""
@@ -248,7 +251,7 @@ class Launcher:
         lane = self._enter(job, flying[-1][0] if flying else None)
         self._follow_engine(job, lane)
         self._device.copy(lane.stream, copies, job.to_host, job.memory)
-        calls = 1 if self._device.has_batches() else len(copies.sizes)
+        calls = 1 if self._has_batches(job) else len(copies.sizes)
         share = max(calls / MOST_CALLS, int(copies.sizes.sum()) / MOST_BYTES)
         flying.append((lane.stream.record_event(), share))
 
@@ -417,7 +420,8 @@ class StreamCopier:
 
     def launch_from(self, memory: ForeignMemory, moves: Moves, after: Fence) -> CopyFence:
         check_within(memory.bytes, moves, self._layout)
-        return self._launch(moves, 1, self._device.lent(memory), False, after)
+        lent = self._device.lent(memory, self._plan.host_end(moves))
+        return self._launch(moves, 1, lent, False, after)
 
     def _launch(
         self, moves: Moves, slot_bytes: int, memory: HostMemory, to_host: bool, after: Fence

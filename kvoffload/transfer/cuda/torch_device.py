@@ -3,6 +3,7 @@
 import logging
 import math
 import threading
+import time
 from collections.abc import Sequence
 from functools import partial
 from typing import Any, cast
@@ -16,7 +17,7 @@ from kvoffload.transfer.base import ForeignMemory
 from kvoffload.transfer.cuda.copies import Copies
 from kvoffload.transfer.cuda.device import BlockTable, Event, HostMemory, Part, Stream
 from kvoffload.transfer.cuda.driver import Driver
-from kvoffload.transfer.cuda.pinning import Pinning, numa_node_of
+from kvoffload.transfer.cuda.pinning import CLOSE_TIMEOUT_S, Pinning, numa_node_of
 from kvoffload.transfer.slab import Slab
 
 log = logging.getLogger(__name__)
@@ -84,9 +85,24 @@ class LentView:
 
 
 class LentPinning(Pinning):
-    """Loads from memory of a server do not wait until it is pinned: they are slower before."""
+    """Loads from memory of a server do not wait until it is pinned: they are slower before.
+
+    It is pinned as far as loads have reached. Pinning the rest would take memory from the system,
+    on this engine's account, that the server has not used yet.
+    """
 
     takes_batches = True
+    _used_bytes = 0
+
+    def use(self, end: int) -> None:
+        """Let it be pinned up to here."""
+        with self._progress:
+            if end > self._used_bytes:
+                self._used_bytes = end
+                self._progress.notify_all()
+
+    def _is_used(self, start: int) -> bool:
+        return start < self._used_bytes
 
     def is_settled(self, end: int) -> bool:
         return True
@@ -147,7 +163,7 @@ class CudaDevice:
         self._driver.enter_thread()
         self._driver.register(address, length, is_read_only)
 
-    def lent(self, memory: ForeignMemory) -> LentPinning:
+    def lent(self, memory: ForeignMemory, end: int) -> LentPinning:
         view = LentView(memory.bytes)
         with self._lending:
             pinning = self._lent.get(view.address)
@@ -158,6 +174,7 @@ class CudaDevice:
                 self._lent[view.address] = pinning
         if is_new:
             memory.when_left(partial(self._leave, view.address))
+        pinning.use(end)
         return pinning
 
     def _leave(self, address: int) -> None:
@@ -230,8 +247,12 @@ class CudaDevice:
         self._enqueue(_handle(stream), copies.take(pinned), to_host, memory)
         self._one_by_one(_handle(stream), copies.take(~pinned), to_host)
 
-    def has_batches(self) -> bool:
-        return "copies" not in self._why_not
+    def has_batches(self, memory: HostMemory, end: int) -> bool:
+        return self._takes_batches(memory) and end <= memory.pinned_bytes
+
+    def _takes_batches(self, memory: HostMemory | None) -> bool:
+        is_refused = isinstance(memory, LentPinning) and not memory.takes_batches
+        return "copies" not in self._why_not and not is_refused
 
     def _enqueue(
         self, stream: int, copies: Copies, to_host: bool, memory: HostMemory | None = None
@@ -240,14 +261,13 @@ class CudaDevice:
 
         A single copy is a batch too: the older call takes a lock that other threads wait for.
         """
-        lent = memory if isinstance(memory, LentPinning) else None
-        if self.has_batches() and len(copies.sizes) and (lent is None or lent.takes_batches):
+        if len(copies.sizes) and self._takes_batches(memory):
             try:
                 self._driver.batch(stream, *copies, to_host)
             except Exception as error:
                 # Copies of the batch that were enqueued are repeated below: the same bytes.
-                if lent is not None:
-                    lent.takes_batches = False
+                if isinstance(memory, LentPinning):
+                    memory.takes_batches = False
                 else:
                     self._why_not["copies"] = str(error)
                 log.warning("batched copies do not work here (%s); copying one by one", error)
@@ -274,14 +294,17 @@ class CudaDevice:
             "copier": "cuda",
             "device": torch.cuda.get_device_name(self._device),
             "kernels": "triton" if self._kernels is not None else "none",
-            "copies": "batched" if self.has_batches() else "one by one",
+            "copies": "batched" if self._takes_batches(None) else "one by one",
             "pinned_bytes": self.slab.pinned_bytes,
             **{f"why_not_{choice}": why for choice, why in why_not.items()},
         }
 
     def close(self) -> None:
-        for pinning in self._pinnings():
-            pinning.close()
+        pinnings, end_s = self._pinnings(), time.monotonic() + CLOSE_TIMEOUT_S
+        for pinning in pinnings:
+            pinning.let_go()
+        for pinning in pinnings:
+            pinning.close(max(0.0, end_s - time.monotonic()))
         while self._streams:
             self._driver.destroy_stream(self._streams.pop())
 
