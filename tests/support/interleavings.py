@@ -1,11 +1,14 @@
 """Stores, loads, overwrites and preemptions in random order, against a model of the result.
 
-The model has the bytes of every block and slot, in the order in which the engine asked for them. On
-a device that runs copies late, or early, every missing fence shows as other bytes than the model's.
+The model has the bytes of every block and slot, and of a server's memory, in the order in which the
+engine and the server asked for them. On a device that runs copies late, or early, every missing
+fence shows as other bytes than the model's.
 """
 
 import random
+from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -17,15 +20,16 @@ from kvoffload.messages import (
     CanonicalKVCaches,
     CanonicalKVCacheTensor,
 )
-from kvoffload.transfer.base import Copier, CopyFence
+from kvoffload.transfer.base import Copier, CopiesFromAnywhere, CopyFence
 from kvoffload.transfer.layout import ChunkLayout
 from kvoffload.transfer.slab import Slab
+from tests.support.lender import Lender
 from tests.support.moves import move, moves_of
 
 NUM_BLOCKS, NUM_SLOTS, PER_CHUNK = 24, 8, 2
 PAGES = ((256, 0), (64, 0), (1024, 64))
 """Bytes of each tensor's pages, and the padding between them."""
-GARBAGE = -1
+GARBAGE, NO_SLOT = -1, -1
 WAIT_S = 60.0
 
 
@@ -103,6 +107,8 @@ class Interleaving:
     flushes: bool = True
     keeps_slots: bool = True
     keeps_blocks: bool = True
+    keeps_loans: bool = True
+    """Whether a server leaves a chunk alone until the copy out of it has ended; likewise."""
     compared: int = 0
     """Blocks and slots found to have the right bytes."""
     _copies: list[_Copy] = field(default_factory=list)
@@ -110,12 +116,24 @@ class Interleaving:
 
     def run(self, steps: int = 30) -> None:
         """Take random steps, then wait for everything and compare the rest."""
+        with closing(Lender(NUM_SLOTS * self.layout.slot_bytes)) as self._lender:
+            assert self._lender.memory is not None
+            self._memory = self._lender.memory
+            self._run(steps)
+            self._memory.leave()
+            self._lender.theirs.settimeout(WAIT_S)
+            assert self._lender.theirs.recv(1) == b"", "a loan did not end"
+
+    def _run(self, steps: int) -> None:
         self._draw = random.Random(self.seed)
         self._versions = [0] * NUM_BLOCKS
         self._slots: list[tuple[int, ...] | None] = [None] * NUM_SLOTS
         self._next_version = 1
+        self._lent: list[tuple[int, ...] | None] = [None] * NUM_SLOTS
+        self._loans = [0] * NUM_SLOTS
+        self._released: deque[int] = deque()
         actions = [self._store, self._store, self._load, self._load, self._overwrite]
-        actions += [self._scribble, self._poll]
+        actions += [self._scribble, self._poll, self._serve, self._borrow]
         for _ in range(steps):
             self._draw.choice(actions)()
         for copy in self._copies:
@@ -148,18 +166,44 @@ class Interleaving:
         storing = {copy.slot for copy in self._copies if copy.to_host}
         full = {slot for slot, held in enumerate(self._slots) if held is not None}
         slot = self._pick(full - storing)
+        if slot is not None:
+            self._load_from(self._slots[slot], lambda *given: self._launch(slot, *given, False))
+
+    def _borrow(self) -> None:
+        """Copy a chunk of a server's memory to such blocks."""
+        chunk = self._pick({chunk for chunk, held in enumerate(self._lent) if held is not None})
+        if chunk is not None:
+            self._load_from(self._lent[chunk], lambda *given: self._launch_from(chunk, *given))
+
+    def _load_from(
+        self,
+        held: tuple[int, ...] | None,
+        launch: Callable[[tuple[int, ...], tuple[int, ...]], None],
+    ) -> None:
         blocks = self._pick_blocks(self._blocks(True) | self._blocks(False))
-        if slot is None or blocks is None:
+        if blocks is None:
             return
         for block in blocks:
             self._expect(block, "read before a load")
             if self._draw.random() < 0.3:
                 self._write(block)  # zeroed for its new owner, for example
-        held = self._slots[slot]
         assert held is not None
-        self._launch(slot, blocks, held, False)
+        launch(blocks, held)
         for block, version in zip(blocks, held, strict=True):
             self._versions[block] = version
+
+    def _serve(self) -> None:
+        """Let the server write a chunk that is not on loan."""
+        while self._released:
+            self._loans[self._released.popleft()] -= 1
+        chunk = self._pick({chunk for chunk, loans in enumerate(self._loans) if not loans})
+        if chunk is None:
+            return
+        versions = tuple(self._new_version() for _ in range(PER_CHUNK))
+        self._lent[chunk] = versions
+        for region in self.layout.regions[0]:
+            pages = np.repeat(np.array(versions), region.page_bytes // 8)
+            self._lender.write(chunk * self.layout.slot_bytes + region.offset, pages)
 
     def _overwrite(self) -> None:
         """Preempt a request, and give its block to another one."""
@@ -198,13 +242,29 @@ class Interleaving:
         fence = self.copier.launch(moves, to_host, self.copier.record_fence())
         self._copies.append(_Copy(slot, blocks, versions, to_host, fence))
 
+    def _launch_from(self, chunk: int, blocks: tuple[int, ...], versions: tuple[int, ...]) -> None:
+        assert isinstance(self.copier, CopiesFromAnywhere)
+        memory, start = self._memory, chunk * self.layout.slot_bytes
+        self._loans[chunk] += 1
+        loan = memory.borrow([0], [start], lambda: self._released.append(chunk))
+        moves, after = moves_of(move(start, list(blocks))), self.copier.record_fence()
+        fence = self.copier.launch_from(memory, moves, after)
+        if self.keeps_loans:
+            fence.when_reached(loan.end)
+        else:
+            loan.end()
+        self._copies.append(_Copy(NO_SLOT, blocks, versions, False, fence))
+
+    def _new_version(self) -> int:
+        self._next_version += 1
+        return self._next_version - 1
+
     def _write(self, block: int) -> None:
         for copy in self._copies:
             if self.flushes and copy.to_host and block in copy.blocks:
                 assert copy.fence.wait(WAIT_S), "a store did not end"
-        self.engine.write(block, self._next_version)
-        self._versions[block] = self._next_version
-        self._next_version += 1
+        self._versions[block] = self._new_version()
+        self.engine.write(block, self._versions[block])
 
     def _expect(self, block: int, when: str) -> None:
         self._reads.append((self.engine.read(block), self._versions[block], when))

@@ -234,10 +234,10 @@ def test_without_a_fence_other_bytes_are_found(broken, monkeypatch):
     assert _caught(launcher=broken)
 
 
-@pytest.mark.parametrize("rule", ["flushes", "keeps_slots", "keeps_blocks"])
+@pytest.mark.parametrize("rule", ["flushes", "keeps_slots", "keeps_blocks", "keeps_loans"])
 def test_without_a_rule_that_engine_and_manager_keep_other_bytes_are_found(rule):
     """Stores of a preempted request's blocks are waited for. A slot that a load reads, and the
-    blocks that it writes, are not reused.
+    blocks that it writes, are not reused. A server leaves chunks on loan alone.
     """
     assert _caught(**{rule: False})
 
