@@ -230,7 +230,10 @@ def test_memory_in_several_pieces_gets_the_time_of_one_to_be_unpinned(
     until(lambda: not cuda.registered)
 
 
-def test_a_copier_that_is_closed_while_memory_is_being_pinned_ends(cuda, make, monkeypatch):
+@pytest.mark.parametrize("is_left", [True, False])
+def test_memory_that_is_left_or_closed_while_it_is_being_pinned_is_unpinned(
+    cuda, make, monkeypatch, until, is_left
+):
     registers, goes_on, register = threading.Event(), threading.Event(), cuda.register
     parts = make()
 
@@ -243,6 +246,9 @@ def test_a_copier_that_is_closed_while_memory_is_being_pinned_ends(cuda, make, m
     parts.load(3)
     assert registers.wait(10)
     threading.Timer(0.1, goes_on.set).start()
+    if is_left:
+        parts.lender.memory.leave()
+        until(lambda: goes_on.is_set() and not parts.device._lent and not parts.lent_bytes(cuda))
     with closing(parts.copier):
         pass
     assert not cuda.registered
