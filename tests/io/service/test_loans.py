@@ -6,13 +6,17 @@ import signal
 import socket
 
 import pytest
+from cuda_stand_in import install
 
+from kvoffload.connectors import builder
 from kvoffload.io import greeting
 from kvoffload.io.protocol import Answered, Cancel, Lent, Load, Release, Store
 from kvoffload.io.service.host_memory import BLOCK, HostMemory
 from kvoffload.io.service.host_store import HostStore
 from kvoffload.policies.lru import LRUPolicy
 from kvoffload.testing.backends import filled, keys_of
+from kvoffload.transfer.cuda.stream_copier import StreamCopier
+from kvoffload.transfer.cuda.torch_device import CudaDevice
 from tests.io.service.test_bad_input import KEYS, OPEN, SLOT, Talk
 from tests.support.host_server import CLIENT_POINTS, ClientProcess, HostServer
 from tests.support.small_engine import SLOT as CHUNK
@@ -122,7 +126,21 @@ def test_the_memory_is_written_by_the_server_alone(tmp_path, memory):
 # ---- engines ----
 
 
-def test_chunks_go_from_the_servers_memory_to_the_kv_cache_and_to_no_slot(server, attach):
+@pytest.fixture(params=["cpu", "gpu"])
+def device(request, monkeypatch):
+    """Where the KV caches are; the stand-in for torch.cuda if they are on a GPU."""
+    if request.param == "cpu":
+        return None
+    cuda = install(monkeypatch.setattr, 3 * 4096)
+
+    def new_copier(caches, slab, layout, batches):
+        return StreamCopier(caches, slab, layout, CudaDevice(caches, slab, batches=batches))
+
+    monkeypatch.setattr(builder, "make_copier", new_copier)
+    return cuda
+
+
+def test_chunks_go_from_the_servers_memory_to_the_kv_cache_and_to_no_slot(device, server, attach):
     first, second = attach(server.path), attach(server.path)
     first.store("p")
     second.truth = first.truth
@@ -130,7 +148,7 @@ def test_chunks_go_from_the_servers_memory_to_the_kv_cache_and_to_no_slot(server
     assert not second.connector._spec._slab.rows.any()
 
 
-def test_the_memory_of_a_server_that_has_ended_is_unmapped(server, attach, until):
+def test_the_memory_of_a_server_that_has_ended_is_unmapped(device, server, attach, until):
     before = mappings()
     engine = attach(server.path)
     engine.store("p")
