@@ -124,6 +124,10 @@ class ForeignMemory(Protocol):
 class CopiesFromAnywhere(Protocol):
     """A copier that loads chunks from any host memory, as a server lends it."""
 
+    def can_borrow(self) -> bool:
+        """Whether such copies are as good as those from slots; for any thread, never blocks."""
+        ...
+
     def launch_from(self, memory: ForeignMemory, moves: Moves, after: Fence) -> CopyFence:
         """Begin copies to GPU blocks as :meth:`Copier.launch`.
 

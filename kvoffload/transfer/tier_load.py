@@ -76,7 +76,7 @@ class TierLoad:
         self.after = after
         self.borrowing: CopiesFromAnywhere | None = None
         """What copies chunks from where a server has them; None: they are read into slots."""
-        if may_borrow and isinstance(copier, CopiesFromAnywhere):
+        if may_borrow and isinstance(copier, CopiesFromAnywhere) and copier.can_borrow():
             self.borrowing = copier
         self.lock = threading.Lock()
         """Guards what the parts count."""

@@ -264,6 +264,10 @@ class LateDevice:
         whole = np.frombuffer(memory.bytes, np.int8)
         return LateMemory(whole.ctypes.data, len(whole))
 
+    def can_pin_lent(self) -> bool:
+        """See :class:`kvoffload.transfer.cuda.device.Device`."""
+        return True
+
     def stop_pinning(self) -> None:
         """See :class:`kvoffload.transfer.cuda.device.Device`."""
         self.slab.pinned_bytes = self._slab.num_bytes

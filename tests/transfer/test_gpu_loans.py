@@ -180,6 +180,9 @@ def test_memory_that_cannot_be_pinned_is_read_all_the_same_and_told(cuda, make, 
     parts.load(3, 0)
     until(lambda: "the server's memory: only 12.0 KiB of" in caplog.text)
     parts.load(0, 1, 2, 19)
+    until(lambda: not parts.copier.can_borrow())
+    parts.lender.memory.leave()
+    assert parts.copier.can_borrow()  # the next server's memory is tried
 
 
 def test_batches_that_the_lent_memory_refuses_are_still_made_of_the_slab(cuda, make, until):

@@ -71,6 +71,9 @@ class CpuCopier:
     def launch(self, moves: Moves, to_host: bool, after: Fence) -> CopyFence:
         return self._launch(moves, to_host, self._slab.flat, self._slab.slot_bytes, after)
 
+    def can_borrow(self) -> bool:
+        return True
+
     def launch_from(self, memory: ForeignMemory, moves: Moves, after: Fence) -> CopyFence:
         check_within(memory.bytes, moves, self._layout)
         return self._launch(moves, False, np.frombuffer(memory.bytes, np.int8), 1, after)

@@ -110,6 +110,10 @@ class Device(Protocol):
         """
         ...
 
+    def can_pin_lent(self) -> bool:
+        """Whether servers' memory can be pinned, as far as is known; never blocks."""
+        ...
+
     def prepare(self, parts: Sequence[Part]) -> bool:
         """Compile the kernels for these parts; False if the device has no kernels."""
         ...

@@ -418,6 +418,9 @@ class StreamCopier:
     def launch(self, moves: Moves, to_host: bool, after: Fence) -> CopyFence:
         return self._launch(moves, self._slot_bytes, self._device.slab, to_host, after)
 
+    def can_borrow(self) -> bool:
+        return self._device.can_pin_lent()
+
     def launch_from(self, memory: ForeignMemory, moves: Moves, after: Fence) -> CopyFence:
         check_within(memory.bytes, moves, self._layout)
         lent = self._device.lent(memory, self._plan.host_end(moves))

@@ -177,6 +177,9 @@ class CudaDevice:
         pinning.use(end)
         return pinning
 
+    def can_pin_lent(self) -> bool:
+        return all(pinning.error is None for pinning in list(self._lent.values()))
+
     def _leave(self, address: int) -> None:
         with self._lending:
             if (pinning := self._lent.pop(address, None)) is not None:

@@ -167,6 +167,23 @@ def mappings():
         return {line.split()[4] for line in maps if "memfd:kvoffload-serve" in line}
 
 
+@pytest.mark.parametrize("device", ["gpu"], indirect=True)
+def test_chunks_are_copied_by_the_server_once_its_memory_cannot_be_pinned(
+    device, server, attach, until, caplog
+):
+    """Copies out of unpinned memory are slow, and all other copies wait for them."""
+    engine = attach(server.path)
+    engine.store("p")
+    until(lambda: engine.connector.stats()["copies"]["pinned_bytes"])
+    device.refuse_after = 0
+    engine.await_hits("p")
+    until(lambda: "the server's memory: only 0 B" in caplog.text)
+    slots = engine.connector._spec._slab.rows
+    slots[:] = 0
+    assert engine.load("p") == 10
+    assert slots.any()
+
+
 def test_an_engine_with_a_cache_of_its_own_keeps_what_it_loads(server, attach, until):
     first = attach(server.path)
     second = attach(server.path, cpu_bytes=12 * CHUNK, staging_bytes=0)
