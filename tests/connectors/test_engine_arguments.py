@@ -1,5 +1,6 @@
 """What an engine of one's own passes: any sequence of numbers is taken, any other is refused."""
 
+import random
 import threading
 
 import numpy as np
@@ -7,6 +8,15 @@ import pytest
 import torch
 
 from kvoffload.connectors.local import LocalConnector
+from kvoffload.connectors.local.chunking import NULL_BLOCK, ChunkGroups, to_load, to_store
+from kvoffload.connectors.local.engine_arguments import check_pieces
+from kvoffload.core.groups import make_group
+from kvoffload.core.interface import (
+    ChunkedLocalAttentionSpec,
+    FullAttentionSpec,
+    MambaSpec,
+    SlidingWindowSpec,
+)
 from kvoffload.errors import ConfigError, UsageError
 
 BLOCKS, OTHERS = list(range(5, 13)), list(range(20, 28))
@@ -118,6 +128,46 @@ def test_a_wrong_table_is_refused_before_anything_is_counted(connector, new_requ
     assert connector.flush()
     assert connector.poll()[0].ok
     connector.check()
+
+
+SHAPE = {"block_size": 2, "num_kv_heads": 1, "head_size": 8, "dtype": torch.float16}
+KINDS = [
+    FullAttentionSpec(**SHAPE),
+    SlidingWindowSpec(**SHAPE, sliding_window=9),
+    ChunkedLocalAttentionSpec(**SHAPE, attention_chunk_size=8),
+    MambaSpec(4, shapes=((2,),), dtypes=(torch.float32,)),
+]
+
+
+def test_a_wrong_number_of_any_block_that_is_moved_is_refused_in_any_kind_of_group():
+    """Blocks are checked from the first piece of each group to its last."""
+    draw, limit, num_checked = random.Random(0), 20, 0
+    for _ in range(1000):
+        kinds = [make_group(i, draw.choice(KINDS), 2) for i in range(draw.randint(1, 3))]
+        groups, tokens = ChunkGroups(kinds, draw.randint(1, 4)), 4 * draw.randint(1, 10)
+        tables = [draw.choices(range(limit), k=tokens // group.block_size) for group in groups.all]
+        for table in tables:
+            table[: draw.randint(0, len(table))] = draw.choice([[], [NULL_BLOCK]])
+            table[:0] = [NULL_BLOCK] * (tokens // 2 - len(table))
+        keys = [[b"key"] * (tokens // group.chunk_tokens) for group in groups.all]
+        if draw.random() < 0.5:
+            pieces = to_store(groups, tables, [0] * len(kinds), tokens, True)
+        else:
+            end = groups.aligned(groups.all[0].chunk_tokens * len(keys[0]))
+            pieces = to_load(groups, tables, draw.randrange(0, end + 1, 2), end, True)
+            pieces = [piece for piece in pieces if piece.chunk < len(keys[piece.group])]
+        check_pieces(pieces, keys, tables, limit)
+        if pieces:
+            piece = draw.choice(pieces)
+            at = draw.randrange(piece.first_block, piece.end_block)
+            tables[piece.group][at] = draw.choice([limit, -1, 1.5, "3", None])
+            with pytest.raises(UsageError, match=rf"block_ids\[{piece.group}\]"):
+                check_pieces(pieces, keys, tables, limit)
+            keys[piece.group] = keys[piece.group][: piece.chunk]
+            with pytest.raises(UsageError):
+                check_pieces(pieces, keys, tables, limit)
+            num_checked += 1
+    assert num_checked > 500
 
 
 def test_more_tokens_than_there_are_chunks_of_are_refused(connector, new_request):
