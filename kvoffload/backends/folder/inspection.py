@@ -8,6 +8,7 @@ import os
 import secrets
 from collections.abc import Iterator
 
+from kvoffload.backends.disk.descriptors import Descriptors
 from kvoffload.backends.disk.inspector import Chunk, ChunkFile, DiskInspector, Waste
 from kvoffload.backends.disk.limits import Limits
 from kvoffload.backends.disk.manifest import name_in
@@ -52,6 +53,7 @@ class FolderInspector(DiskInspector):
     def __init__(self, root: str, signature: SecretSeal | None = None) -> None:
         self.root = os.path.realpath(os.path.expanduser(root))
         self.vfs = Vfs()
+        self._files = Descriptors(self.vfs)
         self.unreadable = []
         self._signature = signature
         try:
