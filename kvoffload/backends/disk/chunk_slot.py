@@ -79,11 +79,11 @@ class ChunkSlots:
         try:
             moved = self._read_cached(segment, buffers, offset) if files.room else 0
             if moved < wanted:
-                with segment.slots(direct=files.direct and is_aligned(target)) as fd:
-                    moved = vfs.preadv(fd, buffers, offset)
+                slots = segment.slots(direct=files.direct and is_aligned(target))
+                moved = vfs.preadv(slots.fd, buffers, offset)
             if 0 < moved < wanted:
-                with segment.slots(direct=False) as fd:
-                    moved = continued(vfs.preadv, fd, buffers, moved, offset)
+                slots = segment.slots(direct=False)
+                moved = continued(vfs.preadv, slots.fd, buffers, moved, offset)
         except OSError as error:
             return reason_of(error)
         if moved < PAGE or not any(header[:8]):
@@ -111,11 +111,11 @@ class ChunkSlots:
         try:
             buffers, by_cache = [header, stored], files.fills_cache()
             direct = files.direct and not by_cache and is_aligned(stored)
-            with segment.slots(direct=direct) as fd:
-                moved = vfs.pwritev(fd, buffers, offset)
+            slots = segment.slots(direct=direct)
+            moved = vfs.pwritev(slots.fd, buffers, offset)
             if 0 < moved < wanted:
-                with segment.slots(direct=False) as fd:
-                    moved = continued(vfs.pwritev, fd, buffers, moved, offset)
+                slots = segment.slots(direct=False)
+                moved = continued(vfs.pwritev, slots.fd, buffers, moved, offset)
             if moved != wanted:
                 return "io_short"
             if by_cache:
@@ -130,11 +130,11 @@ class ChunkSlots:
         """Read a chunk if the page cache has all of it; return the bytes read."""
         wanted = sum(buffer.nbytes for buffer in buffers)
         with contextlib.suppress(OSError):  # the read that follows tells of an error that lasts
-            with segment.slots(direct=False) as fd:
-                if self._vfs.is_cached(fd, wanted, offset) and (
-                    (moved := self._vfs.read_cached(fd, buffers, offset)) >= wanted
-                ):
-                    return moved
+            slots = segment.slots(direct=False)
+            if self._vfs.is_cached(slots.fd, wanted, offset) and (
+                (moved := self._vfs.read_cached(slots.fd, buffers, offset)) >= wanted
+            ):
+                return moved
         self._files.expect_wait()
         return 0
 
@@ -142,5 +142,6 @@ class ChunkSlots:
         segment.unwritten_bytes += written
         if segment.unwritten_bytes >= _WRITEBACK_BYTES:
             segment.unwritten_bytes = 0
-            with contextlib.suppress(OSError), segment.slots(direct=False) as fd:
-                self._vfs.start_writeback(fd)
+            with contextlib.suppress(OSError):
+                slots = segment.slots(direct=False)
+                self._vfs.start_writeback(slots.fd)

@@ -256,8 +256,8 @@ class DiskInspector:
         size, offset = chunk.allocated_bytes, chunk.slot * chunk.allocated_bytes
         try:
             content = buffer[:size] if len(buffer) >= size else memoryview(bytearray(size))
-            with chunk.segment.slots(direct=False) as fd:
-                read = self.vfs.preadv(fd, [content], offset)
+            slots = chunk.segment.slots(direct=False)
+            read = self.vfs.preadv(slots.fd, [content], offset)
             reason = fault_of(content[:read], chunk.key, bytes.fromhex(chunk.namespace), cipher)
             if reason is not None and not chunk.is_there():
                 return "missing", read
@@ -270,8 +270,8 @@ class DiskInspector:
         page = memoryview(bytearray(PAGE))
         try:
             if isinstance(chunk, ChunkSlot):
-                with chunk.segment.slots(direct=False) as fd:
-                    read = self.vfs.preadv(fd, [page], chunk.slot * chunk.allocated_bytes)
+                slots = chunk.segment.slots(direct=False)
+                read = self.vfs.preadv(slots.fd, [page], chunk.slot * chunk.allocated_bytes)
                 return parse_header(page[:read])
             fd = self._open(chunk.path)
             try:

@@ -12,12 +12,11 @@ import struct
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
 from typing import NamedTuple
 
 import xxhash
 
-from kvoffload.backends.disk.descriptors import Descriptors
+from kvoffload.backends.disk.descriptors import Descriptors, OpenFile
 from kvoffload.backends.disk.locks import is_at, open_locked
 from kvoffload.backends.disk.paths import SEGMENTS, SLOTS, TABLE, stems_of
 from kvoffload.backends.disk.vfs import Vfs
@@ -121,15 +120,15 @@ class Segment:
 
     # ---- the files -------------------------------------------------------------------------
 
-    def slots(self, *, direct: bool) -> AbstractContextManager[int]:
-        """Lend a descriptor of the slots; raises OSError."""
+    def slots(self, *, direct: bool) -> OpenFile:
+        """Open the slots; raises OSError."""
         # A reader of a removed segment must not make the file again, for it would stay.
         made = os.O_CREAT if self.is_own else 0
         flags = os.O_RDWR | made | (os.O_DIRECT if direct else 0)
-        return self._files.use(self.stem + SLOTS, flags, direct=direct)
+        return self._files.get(self.stem + SLOTS, flags, direct=direct)
 
-    def _table(self) -> AbstractContextManager[int]:
-        return self._files.use(self.stem + TABLE, os.O_RDWR)
+    def _table(self) -> OpenFile:
+        return self._files.get(self.stem + TABLE, os.O_RDWR)
 
     def lock(self) -> bool:
         """Lock the segment if it is there and no process has it locked; raises OSError."""
@@ -157,10 +156,8 @@ class Segment:
         self._unlock.detach()
 
     def sync(self) -> None:
-        with self.slots(direct=False) as fd:
-            self.vfs.fsync(fd)
-        with self._table() as fd:
-            self.vfs.fsync(fd)
+        for file in (self.slots(direct=False), self._table()):
+            self.vfs.fsync(file.fd)
 
     def unlink(self) -> None:
         """Remove both files, of a segment without chunks that the caller has locked."""
@@ -172,14 +169,14 @@ class Segment:
     def free_blocks(self, slot: int) -> None:
         """Give the room of a slot back to the file system; raises OSError."""
         with contextlib.suppress(FileNotFoundError):  # without the file, no slot has room
-            with self.slots(direct=False) as fd:
-                self.vfs.punch(fd, slot * self.slot_bytes, self.slot_bytes)
+            slots = self.slots(direct=False)
+            self.vfs.punch(slots.fd, slot * self.slot_bytes, self.slot_bytes)
 
     def entry(self, slot: int) -> bytearray:
         """Read the entry of a slot from the table."""
         entry = bytearray(ENTRY_BYTES)
-        with self._table() as fd:
-            self.vfs.preadv(fd, [entry], _offset(slot))
+        table = self._table()
+        self.vfs.preadv(table.fd, [entry], _offset(slot))
         return entry
 
     def chunk(self, slot: int) -> Entry | None:
@@ -201,35 +198,33 @@ class Segment:
 
         None: the slot has no such chunk. Of several processes, one claims it.
         """
-        with self._table() as fd, self._alone(fd, slot):
+        table, part = self._table(), (_offset(slot), ENTRY_BYTES)
+        self._lock_part(table.fd, *part)
+        try:
             entry = bytes(self.entry(slot))
             if key_in(entry) != key:
                 return None
             self.set_entry(slot, WRITING)
             return entry
-
-    @contextlib.contextmanager
-    def _alone(self, fd: int, slot: int) -> Iterator[None]:
-        """Keep other processes from claiming a slot; callers keep other threads."""
-        part = _offset(slot), ENTRY_BYTES
-        for _ in range(_LOCK_TRIES):
-            with contextlib.suppress(BlockingIOError):
-                self.vfs.lock_part(fd, fcntl.F_WRLCK, *part)
-                break
-            time.sleep(_LOCK_PAUSE_S)
-        else:
-            raise BlockingIOError(errno.EAGAIN, "locked by another process", self.stem + TABLE)
-        try:
-            yield
         finally:
-            self.vfs.lock_part(fd, fcntl.F_UNLCK, *part)
+            self.vfs.lock_part(table.fd, fcntl.F_UNLCK, *part)
+
+    def _lock_part(self, fd: int, offset: int, length: int) -> None:
+        """Keep other processes from a part of the table; callers keep other threads."""
+        for _ in range(_LOCK_TRIES):
+            try:
+                self.vfs.lock_part(fd, fcntl.F_WRLCK, offset, length)
+                return
+            except BlockingIOError:
+                time.sleep(_LOCK_PAUSE_S)
+        raise BlockingIOError(errno.EAGAIN, "locked by another process", self.stem + TABLE)
 
     def set_used(self, slot: int, used_ns: int) -> None:
         self._write(_USED.pack(used_ns), _offset(slot))
 
     def _write(self, data: bytes, offset: int) -> None:
-        with self._table() as fd:
-            _write(self.vfs, fd, data, offset)
+        table = self._table()
+        _write(self.vfs, table.fd, data, offset)
 
     def note_change(self, slot: int, before: bytes, now: bytes) -> None:
         """Note what another process changed in an own segment.
@@ -330,16 +325,16 @@ class Segment:
 
     def read_table(self) -> None:
         """Read all entries; raises OSError."""
-        with self._table() as fd:
-            size = self.vfs.fstat(fd).st_size - ENTRY_BYTES
-            table, done = bytearray(max(0, size // ENTRY_BYTES * ENTRY_BYTES)), 0
-            view = memoryview(table)
-            while done < len(table):
-                moved = self.vfs.preadv(fd, [view[done:]], ENTRY_BYTES + done)
-                if moved <= 0:
-                    break
-                done += moved
-            view.release()
+        file = self._table()
+        size = self.vfs.fstat(file.fd).st_size - ENTRY_BYTES
+        table, done = bytearray(max(0, size // ENTRY_BYTES * ENTRY_BYTES)), 0
+        view = memoryview(table)
+        while done < len(table):
+            moved = self.vfs.preadv(file.fd, [view[done:]], ENTRY_BYTES + done)
+            if moved <= 0:
+                break
+            done += moved
+        view.release()
         self.table = table
 
 
@@ -352,8 +347,8 @@ def open_segment(files: Descriptors, stem: str, number: int = 0) -> Segment:
     """
     try:
         head = bytearray(_HEAD.size + _SEAL.size)
-        with files.use(stem + TABLE, os.O_RDWR) as fd:
-            files.vfs.preadv(fd, [head], 0)
+        table = files.get(stem + TABLE, os.O_RDWR)
+        files.vfs.preadv(table.fd, [head], 0)
         return Segment(files, stem, _slot_bytes_in(head), number)
     except ValueError:
         files.drop(stem + TABLE)

@@ -140,8 +140,8 @@ class Slots:
         segment, slot, _ = self.segments.find(name)
         content = memoryview(bytearray(segment.slot_bytes))
         offset = slot * segment.slot_bytes
-        with segment.slots(direct=False) as fd:
-            moved = self.vfs.preadv(fd, [content], offset)
+        slots = segment.slots(direct=False)
+        moved = self.vfs.preadv(slots.fd, [content], offset)
         self.vfs.replace_file(path, self._temporary(), bytes(content[:moved]))
         try:
             self.remove(name)

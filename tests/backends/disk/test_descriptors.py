@@ -8,7 +8,7 @@ import shutil
 import pytest
 from disk_parts import ON_DISK, SIZE, chunk_bytes, open_disk, until, write
 
-from kvoffload.backends.disk.descriptors import MOST_IDLE, Descriptors
+from kvoffload.backends.disk.descriptors import MOST_KEPT, Descriptors
 from kvoffload.backends.disk.index import name_of
 from kvoffload.backends.disk.vfs import Vfs
 from kvoffload.config import ByteSize
@@ -16,7 +16,7 @@ from kvoffload.testing import payload_of
 from kvoffload.testing.backends import keys_of, slots
 
 NAMESPACES = 500
-MOST = MOST_IDLE + 4
+MOST = MOST_KEPT + 4
 """With the lock of the own segment, and what housekeeping uses at the moment."""
 
 
@@ -79,7 +79,7 @@ def is_open(fd):
 
 @pytest.fixture
 def paths(tmp_path):
-    paths = [str(tmp_path / f"{i}.table") for i in range(2 * MOST_IDLE)]
+    paths = [str(tmp_path / f"{i}.table") for i in range(2 * MOST_KEPT)]
     for path in paths:
         with open(path, "w") as file:
             file.write(path)
@@ -88,15 +88,16 @@ def paths(tmp_path):
 
 def test_the_least_recently_used_descriptors_close_first_and_none_in_use(paths):
     files = Descriptors(Vfs())
-    with files.use(paths[0], os.O_RDONLY) as fd:
-        for path in paths[1:]:
-            with files.use(path, os.O_RDONLY) as other:
-                assert os.read(other, 4096) == path.encode()
-        assert in_segments() == MOST_IDLE + 1
-        assert os.read(fd, 4096) == paths[0].encode()
-    assert in_segments() == MOST_IDLE
-    with files.use(paths[-1], os.O_RDONLY) as again:
-        assert again == other
+    used = files.get(paths[0], os.O_RDONLY)
+    for path in paths[1:]:
+        other = files.get(path, os.O_RDONLY)
+        assert os.read(other.fd, 4096) == path.encode()
+    assert in_segments() == MOST_KEPT + 1
+    assert os.read(used.fd, 4096) == paths[0].encode()
+    del used
+    assert in_segments() == MOST_KEPT
+    assert files.get(paths[-1], os.O_RDONLY) is other
+    del other
     files.close()
     assert in_segments() == 0
 
@@ -106,16 +107,36 @@ def test_the_least_recently_used_descriptors_close_first_and_none_in_use(paths):
 )
 def test_a_descriptor_in_use_closes_after_its_last_use(paths, end):
     files, path = Descriptors(Vfs()), paths[0]
-    with files.use(path, os.O_RDONLY) as one, files.use(path, os.O_RDONLY) as two:
-        assert one == two
-        end(files, path)
-        assert is_open(one)
-    assert not is_open(one)
+    one, two = files.get(path, os.O_RDONLY), files.get(path, os.O_RDONLY)
+    assert one is two
+    fd = one.fd
+    end(files, path)
+    del one
+    assert is_open(fd)
+    del two
+    assert not is_open(fd)
 
 
 def test_a_thread_that_comes_after_the_end_leaves_nothing_open(paths):
     files = Descriptors(Vfs())
     files.close()
-    with files.use(paths[0], os.O_RDONLY) as fd:
-        assert os.read(fd, 4096) == paths[0].encode()
+    file = files.get(paths[0], os.O_RDONLY)
+    assert os.read(file.fd, 4096) == paths[0].encode()
+    del file
     assert in_segments() == 0
+
+
+def test_threads_that_open_one_file_at_once_share_a_descriptor(paths, monkeypatch):
+    """The slower one's own closes at once."""
+    files, vfs = Descriptors(Vfs()), Vfs()
+
+    def slow_open(path, flags):
+        monkeypatch.setattr(files.vfs, "open", vfs.open)
+        first.append(files.get(path, flags))  # the other thread
+        return vfs.open(path, flags)
+
+    first = []
+    monkeypatch.setattr(files.vfs, "open", slow_open)
+    assert files.get(paths[0], os.O_RDONLY) is first[0]
+    assert in_segments() == 1
+    files.close()
