@@ -16,7 +16,6 @@ POINTS = (
     # a load: half a slot is filled; some chunks are told; all are, and no answer is sent
     "preadv:half", "Arrived:sent", "Answered:unsent", "Answered:half", "Answered:sent",
     # a store
-    "Lent:unsent", "Lent:half", "Lent:sent", "Release:received", "Release:taken",
     "pwritev:half", "Present:unsent", "Figures:unsent",
     # stores are opened, and list what they have
     "Open:received", "store:opening", "store:opened", "Opened:unsent", "Opened:sent",
@@ -27,6 +26,11 @@ POINTS = (
     "end:begun", "close:begun", "close:ended",
 )  # fmt: skip
 """``<message or call>:<moment>``."""
+LOAN_POINTS = (
+    "Borrow:received", "Borrow:taken", "Passed:unsent", "Passed:half", "Passed:sent",
+    "Lent:unsent", "Lent:half", "Lent:sent", "Release:received", "Release:taken",
+)  # fmt: skip
+"""A server of the host passes its memory, and lends chunks of it."""
 MEMORY_POINTS = (
     "copy:begun", "copy:half", "copy:ended", "note:begun", "note:half", "note:ended",
     "clear:begun", "clear:half", "clear:ended", "mark:begun", "mark:ended", "use:begun",
@@ -50,7 +54,7 @@ class KillPoints:
         self._dying = threading.Lock()
 
     def arm(self, point, nth=1):
-        assert point in POINTS + MEMORY_POINTS, point
+        assert point in POINTS + LOAN_POINTS + MEMORY_POINTS, point
         _write(self._armed, f"{point} {nth}")
 
     @property
@@ -164,17 +168,20 @@ def _hook_session(session, points):
 
 
 def _hook_calls(vfs, points):
-    read, write = vfs.preadv, vfs.pwritev
+    write = vfs.pwritev
 
     def is_chunk(fd):
         return os.readlink(f"/proc/self/fd/{fd}").endswith(".slots")
 
-    def hooked_read(fd, buffers, offset):
-        if is_chunk(fd) and points.is_due("preadv:half"):
-            half = buffers[1][: len(buffers[1]) // 2]
-            half[:] = b"\xee" * len(half)
-            points.die()
-        return read(fd, buffers, offset)
+    def hooked(read):
+        def hooked_read(fd, buffers, offset):
+            if is_chunk(fd) and points.is_due("preadv:half"):
+                half = buffers[1][: len(buffers[1]) // 2]
+                half[:] = b"\xee" * len(half)
+                points.die()
+            return read(fd, buffers, offset)
+
+        return staticmethod(hooked_read)
 
     def hooked_write(fd, buffers, offset):
         if len(buffers) > 1 and points.is_due("pwritev:half"):
@@ -182,7 +189,8 @@ def _hook_calls(vfs, points):
             points.die()
         return write(fd, buffers, offset)
 
-    vfs.preadv, vfs.pwritev = staticmethod(hooked_read), staticmethod(hooked_write)
+    vfs.read_cached, vfs.preadv = hooked(vfs.read_cached), hooked(vfs.preadv)
+    vfs.pwritev = staticmethod(hooked_write)
 
 
 def _hook_memory(points):

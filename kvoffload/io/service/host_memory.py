@@ -113,9 +113,13 @@ class HostMemory:
         if blocks < 1:
             raise ValueError(f"{capacity_bytes} bytes hold no block of {BLOCK}")
         self.capacity_bytes = size = blocks * BLOCK
-        self.file = _file(size, blocks, fd) if lends or keeps else None
+        self.file: MemoryFile | None = None
         """The memory as a file with a table; None: it ends with this process."""
-        self.lends = lends and (keeps or _sealed(self.file))
+        if keeps or fd >= 0:
+            self.file = _file(size, blocks, fd)
+        elif lends:
+            self.file = _sealed_file(size, blocks)
+        self.lends = lends and self.file is not None
         """Whether engines may map it."""
         self._map = self.file.map if self.file else _private(size)
         for name in ADVICE:
@@ -133,6 +137,9 @@ class HostMemory:
         self._spared: set[Name] = set()
         """What requests in the engines' queues need, whether it is here or not."""
         self._order: KeptOrder | None = None
+        self._passed: dict[_Chunk, Name] = {}
+        """Chunks that an eviction has passed, as they are on loan or read: out of the order until
+        that ends. So each costs one eviction a moment, and the next ones nothing."""
         self._numbers: dict[bytes, int] = {}
         self._readers: dict[bytes, Reader] = {}
         self._old_loans: list[_Chunk] = []
@@ -193,6 +200,9 @@ class HostMemory:
         table = self._tables.get(name[:_NUMBER])
         return None if table is None else table.get(name[_NUMBER:])
 
+    def _chunk(self, name: Name) -> _Chunk:
+        return self._tables[name[:_NUMBER]][name[_NUMBER:]]
+
     def read(self, name: Name, header: memoryview, into: memoryview) -> bool:
         """Copy the header and as much of a chunk as there is room for; False: it is not here."""
         with self._lock:
@@ -209,7 +219,7 @@ class HostMemory:
                 target, left = target + length, left - length
         finally:
             with self._lock:
-                self._end_reading(chunk)
+                self._end_reading([chunk])
         return True
 
     def verify(
@@ -233,7 +243,7 @@ class HostMemory:
                 chunk.is_verified = check(memoryview(chunk.header), there)
         finally:
             with self._lock:
-                self._end_reading(chunk)
+                self._end_reading([chunk])
         return chunk.is_verified
 
     def lend(
@@ -264,10 +274,9 @@ class HostMemory:
 
     def _end_loans(self, lent: list[_Chunk]) -> None:
         with self._lock:
-            for chunk in lent:
-                self.lent_bytes -= chunk.room
-                self._end_reading(chunk)
-            lent.clear()
+            ended, lent[:] = lent[::-1], []
+            self.lent_bytes -= sum(chunk.room for chunk in ended)
+            self._end_reading(ended)
 
     def write(self, name: Name, header: bytes, chunk: memoryview) -> Written:
         """Keep a chunk, unless it is here; False: there is no room for it.
@@ -333,7 +342,7 @@ class HostMemory:
     def reorder(self, names: Sequence[Name]) -> None:
         """Put chunks that were stored together into this order; counts as no use."""
         with self._lock:
-            here = list(dict.fromkeys(name for name in names if name in self))
+            here = self._ordered(dict.fromkeys(names))
             if self._order is not None and len(here) > 1:
                 self._order.remove(here)
                 self._order.add(here)
@@ -347,7 +356,7 @@ class HostMemory:
             self._end_sparing(gone)
             new = wanted - self._spared
             if self._order is not None:
-                self._order.keep([name for name in new if name in self])
+                self._order.keep(self._ordered(new))
             self._spared |= new
 
     # ---- under the lock ----
@@ -360,6 +369,10 @@ class HostMemory:
             if not (victims := self._victims()):
                 return None
             for name in victims:
+                chunk = self._chunk(name)
+                if chunk.num_readers:  # it would leave without making room
+                    self._passed[chunk] = name
+                    continue
                 self._leave(name)
                 if reader := self._readers.get(name[:_NUMBER]):
                     reader.evicted(name[_NUMBER:])
@@ -376,7 +389,12 @@ class HostMemory:
     def _end_sparing(self, names: set[Name]) -> None:
         self._spared -= names
         if self._order is not None:
-            self._order.let_go([name for name in names if name in self])
+            self._order.let_go(self._ordered(names))
+
+    def _ordered(self, names: Iterable[Name]) -> list[Name]:
+        """Return those of chunks that are here, and in the order."""
+        here = (name for name in names if name in self)
+        return [name for name in here if self._chunk(name) not in self._passed]
 
     def _order_of(self, size: int) -> KeptOrder:
         if self._order is None:  # policies count chunks: all are as large as the first, say
@@ -389,7 +407,7 @@ class HostMemory:
         return self._order
 
     def _remove(self, name: Name) -> None:
-        if self._order is not None:
+        if self._order is not None and not self._passed.pop(self._chunk(name), None):
             self._order.remove((name,))
         self._leave(name)
 
@@ -415,13 +433,21 @@ class HostMemory:
         if self.file:
             self.file.mark(chunk.first, is_lent=True, is_gone=chunk.is_gone)
 
-    def _end_reading(self, chunk: _Chunk) -> None:
-        chunk.num_readers -= 1
-        if not chunk.num_readers:
+    def _end_reading(self, chunks: Sequence[_Chunk]) -> None:
+        """End a use of chunks, the tail of the prefix first."""
+        back = list[Name]()
+        for chunk in chunks:
+            chunk.num_readers -= 1
+            if chunk.num_readers:
+                continue
             if chunk.is_gone:
                 self._release(chunk.runs)
             elif self.file:
                 self.file.mark(chunk.first, is_lent=False)
+            if name := self._passed.pop(chunk, None):
+                back.append(name)
+        if back and self._order is not None:
+            self._order.add(back)
 
     def _enter(self, name: Name, chunk: _Chunk) -> None:
         self._tables.setdefault(name[:_NUMBER], {})[name[_NUMBER:]] = chunk
@@ -429,7 +455,7 @@ class HostMemory:
 
     def _note_use(self, names: Sequence[Name]) -> None:
         if self.file:
-            self.file.use([self._tables[name[:_NUMBER]][name[_NUMBER:]].first for name in names])
+            self.file.use([self._chunk(name).first for name in names])
 
     def _release(self, runs: list[tuple[int, int]]) -> None:
         if self.file:
@@ -483,22 +509,25 @@ def _file(size: int, blocks: int, fd: int) -> MemoryFile:
             return MemoryFile(size, blocks, fd)
         except (OSError, ValueError) as error:
             log.warning("the memory of the server before cannot be adopted: %s", error)
+    return _new_file(size, blocks)
+
+
+def _new_file(size: int, blocks: int) -> MemoryFile:
     # The system refuses private memory that it does not have. That of a file it never refuses.
     _private(size).close()
     return MemoryFile(size, blocks)
 
 
-def _sealed(file: MemoryFile | None) -> bool:
-    """Let no other process write memory that no other server adopts; return whether that can be."""
+def _sealed_file(size: int, blocks: int) -> MemoryFile | None:
+    """Return memory for this server that no other process can write; None: there is none."""
     try:
-        if file:
-            file.seal()
+        file = _new_file(size, blocks)
+        file.seal()
     except OSError as error:
-        log.warning(
-            "chunks are copied to all engines: memory cannot be kept from writes: %s", error
-        )
-        return False
-    return True
+        text = "chunks are copied to all engines: no memory can be kept from their writes: %s"
+        log.warning(text, error)
+        return None
+    return file
 
 
 def _blocks_of(size: int) -> int:

@@ -123,7 +123,11 @@ class HostStore(ThreadedBackend, LocalIndex, Spares):
         names = [self._number + key for key in keys]
         starts, end = self._memory.lend(names, sizes)
         lent = [name for name, start in zip(names, starts, strict=True) if start >= 0]
-        self._memory.used(lent[::-1])
+        try:
+            self._memory.used(lent[::-1])
+        except BaseException:  # a plug-in's policy: without the loan the chunks are copied
+            end()
+            raise
         self.count("lent", len(lent))
         return starts, end
 
