@@ -136,7 +136,7 @@ def run(total_bytes: int = TOTAL_BYTES) -> dict[str, Any]:
 @contextmanager
 def served(folder: Path) -> Iterator[HostServer]:
     """Run a server with memory alone."""
-    server = HostServer(folder, memory="1GiB", lend=True)
+    server = HostServer(folder, memory="1GiB")
     try:
         yield server
     finally:

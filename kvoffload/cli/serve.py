@@ -21,7 +21,7 @@ from kvoffload.io.service.listener import Listener
 from kvoffload.io.service.service import Service, run_service
 from kvoffload.io.service.settings import read_serve_config
 from kvoffload.metrics.endpoint import MetricsServer
-from kvoffload.transfer.slab import check_host_memory
+from kvoffload.transfer.slab import check_host_memory, explain_huge_pages
 
 log = logging.getLogger(__name__)
 
@@ -68,6 +68,8 @@ def command(
         if settings.metrics_port is not None:
             read, host = service.samples, settings.metrics_host
             endpoints.append(MetricsServer(host, settings.metrics_port, read))
+        if service.memory.file is not None:
+            explain_huge_pages()
         log.info("engines may attach at %s", settings.socket)
         systemd.tell("READY=1")
 

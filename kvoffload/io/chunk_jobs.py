@@ -107,7 +107,7 @@ class ChunkJobs:
 
         backend = store.backend
         try:
-            if order.may_lend and isinstance(backend, Lends):
+            if order.may_lend and self.loans.may_begin and isinstance(backend, Lends):
                 await self.loans.lend(order, backend, ok)
                 if not (part := [i for i in part if not ok[i]]):
                     return ""

@@ -32,6 +32,7 @@ from kvoffload.io.protocol import (
     Arrived,
     Ask,
     Await,
+    Borrow,
     Cancel,
     Expect,
     Forget,
@@ -41,6 +42,7 @@ from kvoffload.io.protocol import (
     MessageReader,
     Open,
     Opened,
+    Passed,
     Refused,
     Release,
     Remove,
@@ -113,6 +115,8 @@ class IOClient:
         self._is_started = not needs_server
         """Whether the stores were open once: then a server that dies is started again."""
         self._peer: Peer | None = None
+        self._borrows = False
+        """Whether each server is asked for its memory; guarded by the link's lock."""
         self._memory: LentMemory | None = None
         """The present server's; guarded by the link's lock."""
         self._why_down = ""
@@ -187,6 +191,14 @@ class IOClient:
             self._send_forgotten(self.tiers[tier])
         order = Store(next(self._numbers), tier, list(keys), list(slots), sizes, list(tenants))
         self._begin(order, listener, self._store_timeout_s)
+
+    def borrow(self) -> None:
+        """Ask this server and each later one for its memory, for loads with a borrower."""
+        with self._link.lock:  # a server that is started again is asked by this call, or at once
+            self._borrows = True
+            must_wake = self._link.push(frame(Borrow()))
+        if must_wake:
+            self._link.wake()
 
     def remove(self, tier: str, keys: Sequence[bytes]) -> None:
         """Begin removing chunks from a store; nothing tells when that is done."""
@@ -382,9 +394,10 @@ class IOClient:
                     is_current = message.job > self.opening.number
                     self.tiers[job.order.tier].moved(job.order, message, is_current)
                 self._jobs.answered(message)
-            case Opened() | Refused():
+            case Passed():
                 if self._memory is None and self._peer is not None:
                     self._memory = self._peer.lent_memory()
+            case Opened() | Refused():
                 with self._link.lock:  # a renewal comes before it or after it
                     if message.number == self.opening.number:
                         self._settle(message)
@@ -523,6 +536,8 @@ class IOClient:
             self._link.attach(self._peer.sock)
             self._link.push(frame(self.opening))
             self._untold = set()
+            if self._borrows:
+                self._link.push(frame(Borrow()))
             if self._awaited:
                 self._link.push(frame(Await(list(self._awaited.items()))))
 

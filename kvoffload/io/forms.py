@@ -29,7 +29,7 @@ class Peer(Protocol):
         ...
 
     def lent_memory(self) -> LentMemory | None:
-        """Return memory of the server that the engine can read; once, when it has first spoken."""
+        """Return memory of the server that the engine can read, once the server has passed it."""
         ...
 
     def wait(self, timeout_s: float) -> bool:

@@ -38,6 +38,8 @@ class Loans:
 
     def __init__(self, send: Callable[[ToClient], None]) -> None:
         self._send = send
+        self.may_begin = False
+        """Whether the engine has the memory."""
         self._numbers = count(1)
         self._ends: dict[int, Callable[[], None]] = {}
 

@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from kvoffload.policies.told_return import ToldReturn
 
-VERSION = 12
+VERSION = 13
 HAD = 2
 """In answers to a store: the chunk was there, and nothing was moved."""
 _LENGTH_BYTES = 4
@@ -127,6 +127,13 @@ class Cancel(_Message):
     job: int
 
 
+class Borrow(_Message):
+    """Pass the memory of the host's server: this engine can copy chunks out of it.
+
+    ``Passed`` answers, once a session, where there is such a memory.
+    """
+
+
 class Release(_Message):
     """End a loan: its chunks are copied, or not wanted. Nothing answers."""
 
@@ -207,6 +214,10 @@ class Arrived(_Message):
     numbers: list[int]
 
 
+class Passed(_Message):
+    """The server's memory file is in the pair of sockets; see :mod:`kvoffload.io.greeting`."""
+
+
 class Lent(_Message):
     """Chunks of a load are verified in the server's memory, and stay there until ``Release``."""
 
@@ -283,11 +294,12 @@ class Logged(_Message):
     text: str
 
 
-ToServer = Open | Load | Store | Cancel | Release | Ask | Forget | Remove | Await | Expect
+ToServer = Open | Load | Store | Cancel | Borrow | Release | Ask | Forget | Remove | Await | Expect
 ToClient = (
     Opened
     | Refused
     | Arrived
+    | Passed
     | Lent
     | Answered
     | PresenceChanges

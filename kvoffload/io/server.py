@@ -38,6 +38,7 @@ from kvoffload.io.protocol import (
     Alive,
     Ask,
     Await,
+    Borrow,
     Cancel,
     Expect,
     Forget,
@@ -46,6 +47,7 @@ from kvoffload.io.protocol import (
     MessageReader,
     Open,
     Opened,
+    Passed,
     PresenceChanges,
     Present,
     Refused,
@@ -83,6 +85,8 @@ class Session:
         open_store: opens a tier that the engine names.
         most_bytes: a longer message ends the session.
         moved: called with each job, its verdicts, and the seconds that it took.
+        pass_memory: passes memory of the server to an engine that asks for it; returns whether it
+            could.
     """
 
     def __init__(
@@ -91,8 +95,9 @@ class Session:
         open_store: Opener = open_store,
         most_bytes: int = MOST_BYTES,
         moved: Moved | None = None,
+        pass_memory: Callable[[], bool] = lambda: False,
     ) -> None:
-        self._open_store = open_store
+        self._open_store, self._pass_memory = open_store, pass_memory
         self._messages = MessageReader(to_server=True, most_bytes=most_bytes)
         self._jobs = ChunkJobs(memory, self.send, self._before_answer, moved)
         self.loans = self._jobs.loans
@@ -157,6 +162,10 @@ class Session:
                 if waiting := self._waiting.get(message.job):
                     waiting.cancel()
                 self._jobs.cancel(message.job)
+            case Borrow():
+                if not self.loans.may_begin and self._pass_memory():
+                    self.loans.may_begin = True
+                    self.send(Passed())
             case Release():
                 self.loans.release(message.loan)
             case Ask():

@@ -161,11 +161,16 @@ def create_shared_memory(num_bytes: int, setting: str = "cpu_bytes") -> int:
     except BaseException:
         os.close(fd)
         raise
+    explain_huge_pages()
+    return fd
+
+
+def explain_huge_pages() -> None:
+    """Log how to allow huge pages for shared memory, where it gets none."""
     with contextlib.suppress(OSError):
         if "[never]" in (allowed := _SHARED_HUGE_PAGES.read_text()) or "[deny]" in allowed:
             text = "host memory gets no huge pages, and copies take longer; to allow them: %s"
             log.info(text, f"echo advise > {_SHARED_HUGE_PAGES}")
-    return fd
 
 
 def check_host_memory(wanted: int, field: str = "cpu_bytes") -> None:

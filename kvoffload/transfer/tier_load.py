@@ -49,8 +49,8 @@ class TierLoad:
         io: carries out the reads.
         copier: copies the chunks that have arrived.
         after: done when the blocks may be written.
-        may_borrow: whether chunks in a server's memory are copied from there. Their slots then have
-            other bytes than theirs.
+        borrowing: copies chunks from where a server has them; None: they are read into slots.
+            Slots of chunks that it copies have other bytes than theirs.
 
     Raises:
         KeyError: there is no such tier; nothing was begun.
@@ -65,8 +65,7 @@ class TierLoad:
         io: IOClient,
         copier: Copier,
         after: Fence,
-        *,
-        may_borrow: bool = False,
+        borrowing: CopiesFromAnywhere | None = None,
     ) -> None:
         self.job = job
         self.layout = layout
@@ -74,10 +73,7 @@ class TierLoad:
         self.moves = moves
         self.copier = copier
         self.after = after
-        self.borrowing: CopiesFromAnywhere | None = None
-        """What copies chunks from where a server has them; None: they are read into slots."""
-        if may_borrow and isinstance(copier, CopiesFromAnywhere) and copier.can_borrow():
-            self.borrowing = copier
+        self.borrowing = borrowing if borrowing is not None and borrowing.can_borrow() else None
         self.lock = threading.Lock()
         """Guards what the parts count."""
         self.parts: list[_Part] = []

@@ -15,7 +15,8 @@ ROOT = Path(__file__).parents[2]
 STARTED_S = 60.0
 KEYS = 200
 CLIENT = """
-import hashlib, os, random, signal, sys, threading
+import hashlib, os, random, signal, sys, threading, time
+signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])  # libraries start threads
 from kvoffload.io.attached import AttachedServer
 from kvoffload.io.client import IOClient
 from kvoffload.transfer.slab import Slab, create_shared_memory
@@ -26,7 +27,11 @@ path, rng, point = sys.argv[1], random.Random(int(sys.argv[2])), sys.argv[3]
 fd = create_shared_memory(16 * SIZE)
 slab, wanted = Slab(16, SIZE, fd), opening([("serve", "serve", {})], SIZE)
 client = IOClient(lambda: AttachedServer(path, fd), wanted, 9.0, 9.0, needs_server=False)
+client.borrow()
 print("attached", flush=True)
+if point == "borrowed":  # its memory is on the way, or just mapped
+    time.sleep(0.01 * rng.random())
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def reach(name):
@@ -50,7 +55,7 @@ while True:
         job.over.wait()
         if job.loans and point == "held":
             print("held", flush=True)
-            signal.pause()
+            signal.sigwait([signal.SIGUSR1])
         places = {i: slab.slot(i, SIZE) for i in range(16)}
         for loan in job.loans:
             starts = zip(loan.numbers, loan.starts)
@@ -72,7 +77,7 @@ while True:
 
 It reads most of them in the server's memory. It is killed at a point, if one is named.
 """
-CLIENT_POINTS = ("asked", "lent", "half", "ended", "left")
+CLIENT_POINTS = ("borrowed", "asked", "lent", "half", "ended", "left")
 SIZE = 16 << 10
 ENGINE = """
 import json, os, sys
@@ -221,8 +226,15 @@ class ClientProcess:
         assert self.process.stdout.readline() == "attached\n"
 
     def await_loan(self):
-        """Wait until it has chunks on loan, which it holds from then on."""
-        assert self.process.stdout.readline() == "held\n"
+        """Wait until it has chunks on loan, which it holds until :meth:`go_on`."""
+        said = self.process.stdout.readline()
+        assert said == "held\n", said
+
+    def go_on(self):
+        """Let it compare what it has on loan, stopped or not; wait until it has the next loan."""
+        self.process.send_signal(signal.SIGCONT)
+        self.process.send_signal(signal.SIGUSR1)
+        self.await_loan()
 
     def end(self):
         """Wait until it has killed itself; return what else it has said."""

@@ -9,6 +9,7 @@ import os
 import socket
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from itertools import count
 from typing import Any
 
@@ -207,15 +208,24 @@ class Service:
         slab.madvise(mmap.MADV_DONTDUMP)  # a core file must not contain clients' data
         with slab_memory(slab) as memory:
             traffic = EngineTraffic(self._name_of(pid))
-            session = Session(memory, self._stores.open, MOST_BYTES, traffic.add)
-            if self.memory.lends and self.memory.file:
-                with contextlib.suppress(OSError):  # no descriptor is left: it borrows nothing
-                    greeting.pass_memory(self.memory.file.opened_for_engine())
+            pass_memory = partial(self._pass_memory, greeting)
+            session = Session(memory, self._stores.open, MOST_BYTES, traffic.add, pass_memory)
             await self._serve_session(sock, session, traffic)
         greeting.tell_free()
         if session.loans:  # a copy of the engine may still run, or it is stopped within one
             await greeting.reads_no_more()
             session.loans.release_all()
+
+    def _pass_memory(self, greeting: Greeting) -> bool:
+        """Pass the memory to an engine, if it is one to lend; return whether that is so."""
+        if not self.memory.lends or not self.memory.file:
+            return False
+        try:
+            greeting.pass_memory(self.memory.file.opened_for_engine())
+        except OSError as error:  # no descriptor is left, or the engine has ended
+            log.warning("chunks are copied to an engine: the memory cannot be passed: %s", error)
+            return False
+        return True
 
     async def _serve_session(
         self, sock: socket.socket, session: Session, traffic: "EngineTraffic"

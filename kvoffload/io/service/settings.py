@@ -32,8 +32,10 @@ class ServeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     tenant_share: float = 1.0
     """The part of the memory's chunks that one tenant may have while there must be room for more. A
     tenant above it evicts its own chunks first. Needs ``tenants`` of the engines."""
-    lend: bool = False
-    """Whether engines map the memory, to read, and load into CPU memory straight from it."""
+    lend: bool = True
+    """Whether engines that can map the memory, to read, and load straight from it. ``false`` gives
+    private memory, in large pages also where the system has none for shared memory, and lets no
+    engine read chunks whose keys it does not know."""
     backends: tuple[BackendConfig, ...] = ()
     """Stores below the memory, the nearest first, as in an engine's settings."""
     metrics_port: int | None = None

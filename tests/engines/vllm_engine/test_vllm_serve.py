@@ -15,7 +15,7 @@ def test_an_engine_loads_what_another_one_stored_out_of_the_servers_memory(
     start, prompts, tmp_path, until
 ):
     port = free_port()
-    server = HostServer(tmp_path, memory="256MiB", lend=True, metrics_port=port)
+    server = HostServer(tmp_path, memory="256MiB", metrics_port=port)
     settings = {
         "cpu_bytes": 0,
         "staging_bytes": "64MiB",

@@ -11,8 +11,9 @@ from tests.support.small_engine import SmallEngine
 
 @pytest.fixture
 def server(tmp_path, request):
-    """A server; tests may ask for one that lends."""
-    server = HostServer(tmp_path, lend=getattr(request, "param", False))
+    """A server; tests may ask for one that lends nothing."""
+    asked = {"lend": request.param} if hasattr(request, "param") else {}
+    server = HostServer(tmp_path, **asked)
     yield server
     server.process.kill()
     server.process.wait()

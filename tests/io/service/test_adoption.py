@@ -277,22 +277,24 @@ def test_another_size_begins_empty_and_the_manager_keeps_the_new_memory(
         server.kill()
 
 
+@pytest.mark.parametrize("how", ["kill", "stop"])
 def test_a_stopped_engine_keeps_what_it_has_on_loan_from_the_server_before(
-    tmp_path, manager, attach, new_client, until
+    tmp_path, manager, attach, new_client, until, how
 ):
-    server = HostServer(tmp_path, manager, memory="1MiB", policy="lru", lend=True)
+    server = HostServer(tmp_path, manager, memory="1MiB", policy="lru")
     try:
         client = new_client(1, "held")
         client.await_loan()
         os.kill(client.process.pid, signal.SIGSTOP)
-        server.kill()
+        getattr(server, how)()
         server.start()
         engine = attach(server.path)
         for i in range(8):  # more than the memory has room for
             engine.store(f"new {i}")
             assert engine.load(f"new {i}") == 10
         assert engine.client.tiers["serve"].usage.gauges["memory_lent_bytes"] > 0
-        assert client.kill() == ""
+        client.go_on()
+        assert client.kill() == "", "wrong bytes"
         until(lambda: not engine.client.tiers["serve"].usage.gauges["memory_lent_bytes"])
     finally:
         server.kill()
@@ -349,7 +351,7 @@ def test_servers_killed_at_any_time_leave_a_warm_memory(
 def test_servers_killed_at_a_named_point_leave_a_warm_memory(
     tmp_path, manager, new_client, until, kill_point, point, rounds
 ):
-    server = HostServer(tmp_path, manager, memory="2MiB", lend=True)
+    server = HostServer(tmp_path, manager, memory="2MiB")
     try:
         clients = [new_client(seed) for seed in range(2)]
         for i in range(rounds):

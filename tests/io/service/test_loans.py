@@ -2,15 +2,30 @@
 
 import mmap
 import os
+import resource
 import signal
 import socket
+import struct
+import threading
+from pathlib import Path
 
 import pytest
 from cuda_stand_in import install
 
 from kvoffload.connectors import builder
 from kvoffload.io import greeting
-from kvoffload.io.protocol import Answered, Cancel, Lent, Load, Release, Store
+from kvoffload.io.protocol import (
+    VERSION,
+    Answered,
+    Borrow,
+    Cancel,
+    Lent,
+    Load,
+    Passed,
+    Refused,
+    Release,
+    Store,
+)
 from kvoffload.io.service.host_memory import BLOCK, HostMemory
 from kvoffload.io.service.host_store import HostStore
 from kvoffload.policies.lru import LRUPolicy
@@ -25,7 +40,7 @@ from tests.support.small_engine import SLOT as CHUNK
 @pytest.fixture
 def server(tmp_path):
     # The default policy lets new chunks leave before those that were used.
-    server = HostServer(tmp_path, memory="1MiB", policy="lru", lend=True)
+    server = HostServer(tmp_path, memory="1MiB", policy="lru")
     yield server
     server.kill()
 
@@ -60,6 +75,7 @@ async def test_blocks_on_loan_are_not_used_again_before_its_end(memory, store):
     end()
     end()
     assert memory.lent_bytes == 0
+    await store.remove(keys[1:])
     await store.write(other, filled(other, BLOCK))
     assert sum(map(store.holds, other)) == 8
 
@@ -74,6 +90,69 @@ async def test_half_of_the_memory_is_lent_at_most(store):
     starts, end = await lent(store, keys[4:])
     assert min(starts) >= 0
     end()
+
+
+async def test_an_eviction_passes_chunks_on_loan_and_they_leave_as_others_after_its_end(
+    memory, store
+):
+    keys, rest, new = keys_of(2), keys_of(6, "rest"), keys_of(6, "new")
+    await store.write(keys, filled(keys, BLOCK))
+    _, end = await lent(store, keys)
+    await store.write(rest, filled(rest, BLOCK))
+    await store.write(new, filled(new, BLOCK))
+    assert all(map(store.holds, keys + new)), "they are the first to leave, and on loan"
+    assert not any(map(store.holds, rest))
+    assert store.counters()["evicted"] == 6
+    store.spare(keys)  # what is out of the order for a while may change in each other way
+    memory.used([store._number + keys[0]])
+    memory.reorder([store._number + key for key in keys + new[:1]])
+    store.spare([])
+    end()
+    last = keys_of(8, "last")
+    await store.write(last, filled(last, BLOCK))
+    assert (len(memory), sum(map(store.holds, last))) == (8, 8)
+
+
+async def test_a_chunk_on_loan_that_was_passed_by_an_eviction_can_be_removed(memory, store):
+    keys, more = keys_of(4), keys_of(8, "more")
+    await store.write(keys, filled(keys, BLOCK))
+    _, end = await lent(store, keys)
+    await store.write(more, filled(more, BLOCK))
+    assert sum(map(store.holds, keys)) == sum(map(store.holds, more)) == 4
+    await store.remove(keys[:2])
+    await store.write(keys[:1], filled(keys[:1], BLOCK))  # stored again, elsewhere
+    end()
+    await store.write(more, filled(more, BLOCK))
+    assert (len(memory), memory.lent_bytes, memory.resident_bytes) == (8, 0, 8 * BLOCK)
+
+
+async def test_a_memory_of_which_nothing_can_leave_refuses_chunks_and_lends_no_more(memory, store):
+    keys, more = keys_of(8), keys_of(1, "more")
+    await store.write(keys, filled(keys, BLOCK))
+    _, end = await lent(store, keys[:4])
+    rest = [memory._find(store._number + key) for key in keys[4:]]
+    for chunk in rest:  # the other half is read at this moment
+        chunk.num_readers += 1
+    assert await store.write(more, filled(more, BLOCK)) == [False]
+    assert all(map(store.holds, keys)), "nothing has left in vain"
+    assert (await lent(store, keys[4:]))[0] == [-1] * 4
+    memory._end_reading(rest)
+    assert all(await store.write(more, filled(more, BLOCK)))
+    end()
+
+
+async def test_a_policy_that_fails_in_a_loan_costs_no_block():
+    class Failing(LRUPolicy):
+        def touch(self, keys):
+            raise RuntimeError("touch")
+
+    memory = HostMemory(8 * BLOCK, Failing, lends=True)
+    store, keys = HostStore(memory, "n"), keys_of(2)
+    await store.write(keys, filled(keys, BLOCK))
+    with pytest.raises(RuntimeError, match="touch"):
+        await lent(store, keys)
+    assert memory.lent_bytes == 0
+    await store.close()
 
 
 async def test_a_damaged_chunk_is_not_lent_and_is_removed(memory, store):
@@ -184,20 +263,92 @@ def test_chunks_are_copied_by_the_server_once_its_memory_cannot_be_pinned(
     assert slots.any()
 
 
-def test_an_engine_with_a_cache_of_its_own_keeps_what_it_loads(server, attach, until):
-    first = attach(server.path)
+def test_an_engine_with_a_cache_of_its_own_keeps_what_it_loads_and_maps_nothing(
+    server, attach, until
+):
+    before = mappings()
     second = attach(server.path, cpu_bytes=12 * CHUNK, staging_bytes=0)
-    first.store("p")
-    second.truth = first.truth
+    writer = attach(server.path, cpu_bytes=12 * CHUNK, staging_bytes=0)
+    writer.store("p")
+    second.truth = writer.truth
     second.await_hits("p")
+    assert second.client.tiers["serve"].counters.get("lent", 0) == 0
+    assert (mappings() - before, second.client._memory) == (set(), None)
+    assert "kvoffload-map" not in [thread.name for thread in threading.enumerate()]
     server.kill()
     until(lambda: second.died)
     assert second.load("p") == 10
 
 
+def test_an_engine_that_asks_for_no_memory_gets_none_and_borrows_nothing(server):
+    engine = Borrower(server.path).greet()
+    engine.send(OPEN, Store(1, "serve", KEYS, [0, 1, 2, 3], SLOT))
+    assert engine.hear(Answered).ok == b"\1\1\1\1"
+    engine.send(Load(2, "serve", KEYS, [4, 5, 6, 7], SLOT, may_lend=True))
+    assert engine.hear(Answered).ok == b"\1\1\1\1"
+    assert engine.hear_all((Lent, Passed)) == []
+    half = 4 * SLOT
+    with mmap.mmap(engine.fd, 0) as slab:
+        assert slab[:half] == slab[half:]
+    engine.sock.shutdown(socket.SHUT_RDWR)
+    assert engine.passed() == []
+    engine.close()
+
+
+def test_memory_is_passed_once_however_often_an_engine_asks(server):
+    engine = Borrower(server.path).greet()
+    engine.send(*[Borrow()] * 1000, OPEN)
+    assert engine.hear(Passed)
+    engine.send(Store(1, "serve", KEYS, [0, 1, 2, 3], SLOT))
+    assert engine.hear(Answered).ok == b"\1\1\1\1"
+    assert engine.hear_all(Passed) == []
+    engine.sock.shutdown(socket.SHUT_RDWR)
+    assert len(engine.passed()) == 1
+    engine.close()
+
+
+def test_an_engine_of_another_version_gets_no_memory(server):
+    engine = Borrower(server.path)
+    other = struct.pack("<16sI", greeting.MAGIC, VERSION - 1)
+    socket.send_fds(engine.sock, [other], [engine.fd, engine._theirs])
+    os.close(engine._theirs)
+    engine.send(Borrow(), OPEN)
+    assert engine.hear(Refused)
+    assert engine.passed() == []
+    engine.close()
+
+
+def test_the_server_copies_for_an_engine_that_has_no_room_to_map_its_memory(
+    tmp_path, attach, caplog
+):
+    server, limits = HostServer(tmp_path, memory="4GiB"), resource.getrlimit(resource.RLIMIT_AS)
+    try:
+        used = int(Path("/proc/self/statm").read_text().split()[0]) * mmap.PAGESIZE
+        resource.setrlimit(resource.RLIMIT_AS, (used + (2 << 30), limits[1]))
+        engine = attach(server.path)
+        engine.store("p")
+        engine.await_hits("p")
+        assert engine.client.tiers["serve"].counters.get("lent", 0) == 0
+        assert "cannot be mapped" in caplog.text
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, limits)
+        server.kill()
+
+
+def test_a_server_without_memory_that_it_alone_can_write_copies_from_private_memory(caplog):
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (BLOCK, limits[1]))
+    try:
+        memory = HostMemory(8 * BLOCK, LRUPolicy, lends=True)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert (memory.file, memory.lends) == (None, False)
+    assert "chunks are copied to all engines" in caplog.text
+
+
 def test_a_load_takes_from_memory_and_disk_at_once(tmp_path, attach):
     disk = {"type": "disk", "root": str(tmp_path / "kv"), "capacity": "64MiB", "min_free": 0}
-    server = HostServer(tmp_path, memory=str(6 * BLOCK), lend=True, backends=[disk])
+    server = HostServer(tmp_path, memory=str(6 * BLOCK), backends=[disk])
     try:
         engine = attach(server.path)
         for name in "pqrp":
@@ -217,6 +368,22 @@ class Borrower(Talk):
         assert self.hear(Answered).ok == b"\1\1\1\1"
         return answer
 
+    def hear_all(self, kind):
+        return [each for each in self._heard if isinstance(each, kind)]
+
+    def passed(self):
+        """Return the descriptors that were passed to it, up to the end of the session; closed."""
+        found = []
+        with socket.socket(fileno=os.dup(self.ended)) as pair:
+            pair.settimeout(20)
+            data = b"more"
+            while data:
+                data, fds, *_ = socket.recv_fds(pair, 1, 1)
+                found += fds
+        for fd in found:
+            os.close(fd)
+        return found
+
     def map(self):
         """Map the server's memory."""
         with socket.socket(fileno=os.dup(self.ended)) as pair:
@@ -229,7 +396,8 @@ class Borrower(Talk):
 @pytest.fixture
 def borrower(server):
     engine = Borrower(server.path).greet()
-    engine.send(OPEN, Store(1, "serve", KEYS, [0, 1, 2, 3], SLOT))
+    engine.send(OPEN, Borrow(), Store(1, "serve", KEYS, [0, 1, 2, 3], SLOT))
+    assert engine.hear(Passed)
     assert engine.hear(Answered).ok == b"\1\1\1\1"
     yield engine
     engine.close()
@@ -258,6 +426,22 @@ def test_a_loan_lasts_until_it_is_released_or_the_engine_reads_no_more(
     assert [mapped[start : start + SLOT] for start in starts] == before
     with socket.socket(fileno=os.dup(borrower.ended)) as pair:
         pair.shutdown(socket.SHUT_WR)
+    until(lambda: lent_bytes(engine) == 0)
+
+
+def test_a_stopped_engine_has_right_bytes_of_a_server_that_died(server, attach, until):
+    client = ClientProcess(server.path, 1, "held")
+    client.await_loan()
+    os.kill(client.process.pid, signal.SIGSTOP)
+    server.kill()
+    server.start()
+    engine = attach(server.path)
+    for i in range(8):
+        engine.store(f"new {i}")
+        assert engine.load(f"new {i}") == 10
+    client.go_on()
+    until(lambda: lent_bytes(engine) > 0)  # the next loan is one of the new server
+    assert client.kill() == "", "wrong bytes"
     until(lambda: lent_bytes(engine) == 0)
 
 

@@ -1,8 +1,10 @@
 """SIGHUP: other backends without a restart, and wrong settings that change nothing."""
 
+import os
 import signal
 
 from tests.support.disk_chunks import stored_in
+from tests.support.host_server import ClientProcess, HostServer
 
 
 def reload(server, **settings):
@@ -29,8 +31,32 @@ def test_other_backends_are_used_after_a_reload_and_the_memory_stays(
     assert engine.died == 2, "each time it has attached again, and no more"
 
 
+def test_what_is_on_loan_stays_through_a_reload_and_an_engine_that_is_stopped_delays_none(
+    tmp_path, attach, until
+):
+    server = HostServer(tmp_path, memory="1MiB", policy="lru")
+    try:
+        client, engine = ClientProcess(server.path, 1, "held"), attach(server.path)
+        client.await_loan()
+        os.kill(client.process.pid, signal.SIGSTOP)
+        disk = {"type": "disk", "root": str(tmp_path / "kv"), "capacity": "64MiB", "min_free": 0}
+        reload(server, backends=[disk])
+        until(lambda: "other backends are in use" in server.log and not engine.client._is_opening)
+        for i in range(8):  # more than the memory has room for
+            engine.store(f"new {i}")
+            assert engine.load(f"new {i}") == 10
+        assert engine.client.tiers["serve"].usage.gauges["memory_lent_bytes"] > 0
+        client.go_on()
+        assert client.kill() == "", "wrong bytes"
+        until(lambda: not engine.client.tiers["serve"].usage.gauges["memory_lent_bytes"])
+        assert "Traceback" not in server.log
+    finally:
+        server.kill()
+
+
 WRONG = [
     ({"memory": "32MiB"}, "memory = 33554432: is 16777216 until the server is started again"),
+    ({"lend": False}, "lend = False: is True until the server is started again"),
     ({"policy": "lru"}, "policy = 'lru': is 'handicap' until the server is started again"),
     ({"memory": "much"}, "memory = 'much': "),
     ({"backends": [{"type": "disc"}]}, "backends[0].type = 'disc': "),

@@ -2,31 +2,29 @@
 
 import pytest
 
+from tests.support import kill_points
 from tests.support.host_server import HostServer
 
 pytestmark = pytest.mark.chaos
 
 POINTS = (
     "Load:received", "Load:taken", "Store:received", "Store:taken",
-    "Lent:unsent", "Lent:half", "Lent:sent", "Release:received", "Release:taken",
     "preadv:half", "Arrived:sent", "Answered:unsent", "Answered:half", "Answered:sent",
     "pwritev:half", "Figures:unsent", "Alive:sent",
     "Open:received", "store:opening", "store:opened", "Opened:unsent", "Opened:sent",
     "PresenceChanges:sent", "end:begun",
 )  # fmt: skip
-LENDING = POINTS[4:9]
-"""They need chunks in memory; the rest is reached by loads from the disk."""
 ATTACHING = ("Open:received", "store:opening", "store:opened", "Opened:unsent", "Opened:sent")
 
 
-@pytest.mark.parametrize("point", POINTS)
+@pytest.mark.parametrize("point", kill_points.LOAN_POINTS + POINTS)
 def test_a_server_killed_at_a_named_point_costs_only_misses(
     tmp_path, attach, until, kill_point, point
 ):
     disk = {"type": "disk", "root": str(tmp_path / "kv"), "capacity": "64MiB", "min_free": 0}
-    is_lending = point in LENDING
-    memory = "1MiB" if is_lending else "64KiB"
-    server = HostServer(tmp_path, memory=memory, lend=is_lending, backends=[disk])
+    # Chunks are lent that are in memory; the rest is reached by loads from the disk.
+    memory = "1MiB" if point in kill_points.LOAN_POINTS else "64KiB"
+    server = HostServer(tmp_path, memory=memory, backends=[disk])
     try:
         engine, other = attach(server.path), attach(server.path)
         engine.store("p")
@@ -34,7 +32,7 @@ def test_a_server_killed_at_a_named_point_costs_only_misses(
         other.await_hits("p")
         kill_point.arm(point)
         for i in range(50):
-            if point in ATTACHING:
+            if point in ATTACHING or point.startswith(("Borrow", "Passed")):
                 attach(server.path, model=f"another {i}")
             elif point == "end:begun":
                 other.connector.close()
