@@ -28,6 +28,9 @@ from kvoffload.io.attached import AttachedServer
 from kvoffload.io.client import IOClient
 from kvoffload.io.forms import ServerProcess
 from kvoffload.io.protocol import VERSION, Open, TierSettings
+from kvoffload.io.service.listener import Listener
+from kvoffload.io.service.service import Service, run_service
+from kvoffload.io.service.settings import read_serve_config
 from kvoffload.messages import (
     CanonicalKVCacheRef,
     CanonicalKVCaches,
@@ -50,6 +53,8 @@ PAGE = 32 << 10
 ROUNDS = 9
 ATTACHES = 100
 ENGINES = 8
+LISTED = 1_000_000
+NAMESPACE = "bench"
 TIMEOUT_S = 60.0
 IN_MEMORY = Path("/dev/shm")
 WAYS = BY_SLOT, BY_COPY = "loads by slot", "loads by copy"
@@ -69,7 +74,7 @@ class Engine:
         self.slab = Slab(self.count, SIZE, fd)
         for slot in range(self.count):
             self.slab.slot(slot, SIZE)[:] = os.urandom(4096) * (SIZE // 4096)
-        opening = Open(VERSION, tiers, "bench", {}, SIZE, SIZE, 5.0)
+        opening = Open(VERSION, tiers, NAMESPACE, {}, SIZE, SIZE, 5.0)
         begun_s = time.perf_counter()
         self.client = IOClient(
             (lambda: AttachedServer(path, fd)) if path else (lambda: ServerProcess(fd)),
@@ -130,7 +135,7 @@ def run(total_bytes: int = TOTAL_BYTES) -> dict[str, Any]:
             rows += _by_slot(engine, server.process.pid, gigabytes)
         rows += _first_loads(server, total_bytes)
         rows += _many(server, total_bytes)
-    return report("serve", rows)
+    return report("serve", rows + _listing())
 
 
 @contextmanager
@@ -248,6 +253,43 @@ def _rates(server: HostServer, count: int, total_bytes: int, by: str) -> list[fl
     return [float(each) for each in said]
 
 
+def _listing() -> list[Row]:
+    """Attach engines to a server that has many chunks: how long until each has the whole list."""
+    rows, what = [], f"list of {LISTED:,} chunks"
+    with tempfile.TemporaryDirectory() as scratch:
+        command = [sys.executable, "-m", "benchmarks.serve", f"{scratch}/s"]
+        server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        assert server.stdout is not None
+        server.stdout.readline()
+        with ExitStack() as stack:
+            for which in ("first engine", "second engine"):
+                before_s, begun_s = cpu_s(server.pid), time.perf_counter()
+                engine = Engine(f"{scratch}/s", SERVE, SIZE)
+                stack.callback(engine.close)
+                while not engine.client.tiers["serve"].is_complete:
+                    time.sleep(0.001)
+                rows.append(row(f"{what}, {which}", time.perf_counter() - begun_s, "s"))
+                spent_s = cpu_s(server.pid) - before_s
+                rows.append(row(f"server's processor time of it, {which}", spent_s, "s"))
+        server.kill()
+        server.wait()
+    return rows
+
+
+def be_a_server(path: str) -> None:
+    """Serve, at a socket, chunks without bytes in the namespace of :class:`Engine`."""
+    block = 16 << 10
+    settings = {"socket": path, "memory": LISTED * block, "policy": "lru", "lend": False}
+
+    def started(service: Service) -> None:
+        number = service.memory.number_of(NAMESPACE)
+        for key in keys_of(LISTED):
+            service.memory.write(number + key, b"", memoryview(bytes(1)))
+        print("ready", flush=True)
+
+    run_service(read_serve_config(settings), Listener(path).sock, started)
+
+
 def be_an_engine(path: str, total_bytes: int, by: str, seconds: float = 2.0) -> None:
     """Attach, wait for a line, load for some seconds, and print the rate in GB/s."""
     engine = Engine(path, SERVE, total_bytes)
@@ -269,4 +311,7 @@ def cpu_s(pid: int) -> float:
 
 
 if __name__ == "__main__":
-    be_an_engine(sys.argv[1], int(sys.argv[2]), sys.argv[3])
+    if len(sys.argv) == 2:
+        be_a_server(sys.argv[1])
+    else:
+        be_an_engine(sys.argv[1], int(sys.argv[2]), sys.argv[3])

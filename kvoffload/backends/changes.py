@@ -26,8 +26,9 @@ class ChangedKeys:
 
         Begun again, it keeps the keys that were not taken: some of them may be gone.
         """
+        listed = dict[bytes, None].fromkeys(present)
         with self._lock:
-            self._keys = {**(self._keys or {}), **dict.fromkeys(present)}
+            self._keys = {**self._keys, **listed} if self._keys else listed
         self.is_read = True
 
     def note(self, key: bytes) -> None:
@@ -35,6 +36,12 @@ class ChangedKeys:
         if self._keys is not None:
             with self._lock:
                 self._keys[key] = None
+
+    def note_all(self, keys: Iterable[bytes]) -> None:
+        """Note that the presence of these changed, or may have."""
+        if self._keys is not None:
+            with self._lock:
+                self._keys.update(dict.fromkeys(keys))
 
     def take(self, limit: int) -> list[bytes]:
         """Take at most so many keys, the latest first."""

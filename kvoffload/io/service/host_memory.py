@@ -36,7 +36,7 @@ _NUMBER = 4
 class Reader(Protocol):
     """What learns of the chunks of one namespace; called on any thread, under a lock."""
 
-    def listed(self, keys: Sequence[bytes]) -> None:
+    def listed(self, keys: Collection[bytes]) -> None:
         """Take in all keys that are here; each change from now on is told."""
         ...
 
@@ -165,7 +165,7 @@ class HostMemory:
     def list_to(self, number: bytes, reader: Reader) -> None:
         """List the keys of a namespace to its reader."""
         with self._lock:
-            reader.listed(list(self._tables.get(number, ())))
+            reader.listed(self._tables.get(number, ()))
 
     def end_reading(self, number: bytes, reader: Reader) -> None:
         """Tell this reader nothing more."""
@@ -195,6 +195,10 @@ class HostMemory:
     def holds(self, number: bytes, key: bytes) -> bool:
         """Whether a chunk of a namespace is here: as its name among the chunks, and faster."""
         return key in self._tables.get(number, ())
+
+    def held(self, number: bytes, keys: Iterable[bytes]) -> list[bool]:
+        """Return this for many keys of a namespace."""
+        return list(map(self._tables.get(number, {}).__contains__, keys))
 
     def _find(self, name: Name) -> _Chunk | None:
         table = self._tables.get(name[:_NUMBER])

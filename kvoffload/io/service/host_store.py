@@ -133,7 +133,7 @@ class HostStore(ThreadedBackend, LocalIndex, Spares):
 
     # ---- the memory's reader, and the reader of this index ----
 
-    def listed(self, keys: Sequence[bytes]) -> None:
+    def listed(self, keys: Collection[bytes]) -> None:
         self._changes.begin(keys)
 
     def changed(self, key: bytes) -> None:
@@ -146,6 +146,9 @@ class HostStore(ThreadedBackend, LocalIndex, Spares):
     def holds(self, key: bytes) -> bool:
         return self._memory.holds(self._number, key) and not self.is_closed
 
+    def held(self, keys: Sequence[bytes]) -> list[bool]:
+        return [False] * len(keys) if self.is_closed else self._memory.held(self._number, keys)
+
     def forget(self, keys: Sequence[bytes]) -> None:
         """Drop these chunks: a load of them failed, so they are of no use."""
         for key in keys:
@@ -156,7 +159,7 @@ class HostStore(ThreadedBackend, LocalIndex, Spares):
             self._memory.list_to(self._number, self)
         keys = self._changes.take(limit)
         self._is_complete = self._is_complete or not self._changes
-        return [(key, self.holds(key)) for key in keys]
+        return list(zip(keys, self.held(keys), strict=True))
 
     @property
     def is_complete(self) -> bool:

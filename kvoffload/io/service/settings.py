@@ -33,9 +33,9 @@ class ServeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     """The part of the memory's chunks that one tenant may have while there must be room for more. A
     tenant above it evicts its own chunks first. Needs ``tenants`` of the engines."""
     lend: bool = True
-    """Whether engines that can map the memory, to read, and load straight from it. ``false`` gives
-    private memory, in large pages also where the system has none for shared memory, and lets no
-    engine read chunks whose keys it does not know."""
+    """Whether engines that can do so map the memory, to read, and load straight from it. With
+    ``false`` the memory is private: in large pages also where shared memory gets none. No engine
+    can then read chunks whose keys it does not know."""
     backends: tuple[BackendConfig, ...] = ()
     """Stores below the memory, the nearest first, as in an engine's settings."""
     metrics_port: int | None = None

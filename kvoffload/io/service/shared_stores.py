@@ -29,7 +29,7 @@ from kvoffload.io.open_stores import CLOSE_S, KEYS_PER_MESSAGE, OpenStore, close
 from kvoffload.io.protocol import Open, TierSettings
 from kvoffload.io.service.host_memory import HostMemory
 from kvoffload.io.service.host_store import HostStore
-from kvoffload.io.service.layered_store import Layers, layered
+from kvoffload.io.service.layered_store import IndexedLayers, Layers, layered
 from kvoffload.metrics.names import CAPACITY_BYTES, RESIDENT_BYTES, TIER_EVENTS
 from kvoffload.metrics.samples import Sample
 from kvoffload.policies.told_return import ToldReturn
@@ -225,7 +225,7 @@ class SharedStore:
     def new_view(self) -> "StoreView":
         """Return a view for one session, which closes it."""
         store = self.store
-        view = IndexedView(self, store) if isinstance(store, LocalIndex) else StoreView(self)
+        view = IndexedView(self, store) if isinstance(store, IndexedLayers) else StoreView(self)
         self.views.append(view)
         return view
 
@@ -238,11 +238,12 @@ class SharedStore:
 
     def pump(self) -> None:
         """Tell all views what has changed in the index."""
-        if isinstance(self.store, LocalIndex):
-            for key, is_present in self.store.take_changes(KEYS_PER_MESSAGE):
-                (self.present.add if is_present else self.present.discard)(key)
-                for view in self.views:
-                    view.changed(key)
+        if isinstance(self.store, IndexedLayers):
+            changes = self.store.take_changes(KEYS_PER_MESSAGE)
+            self.present.update(key for key, is_present in changes if is_present)
+            self.present.difference_update(key for key, is_present in changes if not is_present)
+            for view in self.views:
+                view.changed([key for key, _ in changes])
 
     def tell_removals(self) -> None:
         """Tell all views which chunks have left."""
@@ -347,8 +348,8 @@ class StoreView(Observable, Lends, Spares, Purges):
     async def purge(self, namespaces: Sequence[str]) -> int:
         return await self._shared.purge(namespaces)
 
-    def changed(self, key: bytes) -> None:
-        """Take in that the presence of a chunk may have changed."""
+    def changed(self, keys: Sequence[bytes]) -> None:
+        """Take in that the presence of chunks may have changed."""
 
     def remembered(self, keys: Sequence[bytes]) -> None:
         """Take in that these were stored."""
@@ -386,7 +387,7 @@ class IndexedView(StoreView, LocalIndex):
     What one engine could not load is absent for this engine alone: it may have been too slow.
     """
 
-    def __init__(self, shared: SharedStore, index: LocalIndex) -> None:
+    def __init__(self, shared: SharedStore, index: IndexedLayers) -> None:
         super().__init__(shared)
         self._index = index
         self._changes = ChangedKeys()
@@ -407,10 +408,12 @@ class IndexedView(StoreView, LocalIndex):
             self._forgotten.discard(key)
             self._changes.note(key)
 
-    def changed(self, key: bytes) -> None:
-        if key in self._forgotten and not self._index.holds(key):
-            self._forgotten.discard(key)
-        self._changes.note(key)
+    def changed(self, keys: Sequence[bytes]) -> None:
+        if self._forgotten:
+            self._forgotten -= {
+                key for key in self._forgotten.intersection(keys) if not self._index.holds(key)
+            }
+        self._changes.note_all(keys)
 
     def emptied(self) -> None:
         self._changes.begin(self._shared.present)
@@ -418,7 +421,10 @@ class IndexedView(StoreView, LocalIndex):
     def take_changes(self, limit: int) -> list[tuple[bytes, bool]]:
         if not self._is_closed:
             self._shared.pump()
-        return [(key, self.holds(key)) for key in self._changes.take(limit)]
+        keys = self._changes.take(limit)
+        held = [False] * len(keys) if self._is_closed else self._index.held(keys)
+        forgotten = self._forgotten
+        return [(k, there and k not in forgotten) for k, there in zip(keys, held, strict=True)]
 
     @property
     def is_complete(self) -> bool:
