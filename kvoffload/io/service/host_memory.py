@@ -119,6 +119,8 @@ class HostMemory:
             self.file = _file(size, blocks, fd)
         elif lends:
             self.file = _sealed_file(size, blocks)
+        self._table = self.file if keeps or fd >= 0 else None
+        """What tells the next server of chunks; None: it adopts none, so nothing is entered."""
         self.lends = lends and self.file is not None
         """Whether engines may map it."""
         self._map = self.file.map if self.file else _private(size)
@@ -301,8 +303,8 @@ class HostMemory:
             with self._lock:
                 if name not in self:  # else another thread was as fast
                     self._order_of(chunk.nbytes).add((name,))
-                    if self.file:
-                        self.file.note(header, runs)
+                    if self._table:
+                        self._table.note(header, runs)
                     self._enter(name, _Chunk(header, runs, chunk.nbytes))
                     runs = []
                     self._tell(name)
@@ -423,8 +425,8 @@ class HostMemory:
         chunk.is_gone = True
         if not chunk.num_readers:
             self._release(chunk.runs)
-        elif self.file:
-            self.file.mark(chunk.first, is_lent=True, is_gone=True)
+        elif self._table:
+            self._table.mark(chunk.first, is_lent=True, is_gone=True)
         self._tell(name)
 
     def _tell(self, name: Name) -> None:
@@ -434,8 +436,8 @@ class HostMemory:
     def _begin_loan(self, chunk: _Chunk) -> None:
         self.lent_bytes += chunk.room
         chunk.num_readers += 1
-        if self.file:
-            self.file.mark(chunk.first, is_lent=True, is_gone=chunk.is_gone)
+        if self._table:
+            self._table.mark(chunk.first, is_lent=True, is_gone=chunk.is_gone)
 
     def _end_reading(self, chunks: Sequence[_Chunk]) -> None:
         """End a use of chunks, the tail of the prefix first."""
@@ -446,8 +448,8 @@ class HostMemory:
                 continue
             if chunk.is_gone:
                 self._release(chunk.runs)
-            elif self.file:
-                self.file.mark(chunk.first, is_lent=False)
+            elif self._table:
+                self._table.mark(chunk.first, is_lent=False)
             if name := self._passed.pop(chunk, None):
                 back.append(name)
         if back and self._order is not None:
@@ -458,12 +460,12 @@ class HostMemory:
         self._num_chunks += 1
 
     def _note_use(self, names: Sequence[Name]) -> None:
-        if self.file:
-            self.file.use([self._chunk(name).first for name in names])
+        if self._table:
+            self._table.use([self._chunk(name).first for name in names])
 
     def _release(self, runs: list[tuple[int, int]]) -> None:
-        if self.file:
-            self.file.clear(runs[0][0])
+        if self._table:
+            self._table.clear(runs[0][0])
         self._free.add(runs)
 
     # ---- without it ----

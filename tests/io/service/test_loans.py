@@ -14,6 +14,7 @@ from cuda_stand_in import install
 
 from kvoffload.connectors import builder
 from kvoffload.io import greeting
+from kvoffload.io.lent_memory import portions
 from kvoffload.io.protocol import (
     VERSION,
     Answered,
@@ -78,6 +79,17 @@ async def test_blocks_on_loan_are_not_used_again_before_its_end(memory, store):
     await store.remove(keys[1:])
     await store.write(other, filled(other, BLOCK))
     assert sum(map(store.holds, other)) == 8
+
+
+async def test_nothing_is_entered_into_a_table_that_no_server_reads(memory, store):
+    keys = keys_of(2)
+    await store.write(keys, filled(keys, BLOCK))
+    _, end = await lent(store, keys)
+    await store.remove(keys[:1])
+    end()
+    assert list(memory.file.records()) == []
+    blocks_end = memory.capacity_bytes
+    assert [start for start, _ in portions(memory.file.fd, blocks_end + mmap.PAGESIZE)] == []
 
 
 async def test_half_of_the_memory_is_lent_at_most(store):
@@ -459,7 +471,7 @@ def test_an_engine_that_is_stopped_with_loans_delays_no_other(server, attach, un
     until(lambda: lent_bytes(engine) == 0)
 
 
-@pytest.mark.parametrize("kills", [5, pytest.param(300, marks=pytest.mark.chaos)])
+@pytest.mark.parametrize("kills", [6, pytest.param(300, marks=pytest.mark.chaos)])
 def test_engines_killed_with_loans_leave_right_bytes_and_no_lost_block(
     server, attach, until, kills
 ):
