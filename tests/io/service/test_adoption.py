@@ -347,7 +347,7 @@ def test_servers_killed_at_any_time_leave_a_warm_memory(
 
 
 @pytest.mark.parametrize("rounds", [1, pytest.param(20, marks=pytest.mark.chaos)])
-@pytest.mark.parametrize("point", kill_points.MEMORY_POINTS)
+@pytest.mark.parametrize("point", kill_points.MEMORY_POINTS + kill_points.LOAN_POINTS)
 def test_servers_killed_at_a_named_point_leave_a_warm_memory(
     tmp_path, manager, new_client, until, kill_point, point, rounds
 ):
@@ -355,7 +355,11 @@ def test_servers_killed_at_a_named_point_leave_a_warm_memory(
     try:
         clients = [new_client(seed) for seed in range(2)]
         for i in range(rounds):
-            kill_point.arm(point, nth=1 + 3 * i)
+            if point.startswith(("Borrow", "Passed")):
+                kill_point.arm(point)
+                clients.append(new_client(3 + i))
+            else:
+                kill_point.arm(point, nth=1 + 3 * i)
             until(lambda: kill_point.killed_s)
             server.process.wait(30)
             server.start()
