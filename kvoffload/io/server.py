@@ -95,9 +95,9 @@ class Session:
         open_store: Opener = open_store,
         most_bytes: int = MOST_BYTES,
         moved: Moved | None = None,
-        pass_memory: Callable[[], bool] = lambda: False,
+        pass_memory: Callable[[], bool] | None = None,
     ) -> None:
-        self._open_store, self._pass_memory = open_store, pass_memory
+        self._open_store, self._pass_memory = open_store, pass_memory or _has_none
         self._messages = MessageReader(to_server=True, most_bytes=most_bytes)
         self._jobs = ChunkJobs(memory, self.send, self._before_answer, moved)
         self.loans = self._jobs.loans
@@ -163,7 +163,8 @@ class Session:
                     waiting.cancel()
                 self._jobs.cancel(message.job)
             case Borrow():
-                if not self.loans.may_begin and self._pass_memory():
+                pass_memory, self._pass_memory = self._pass_memory, _has_none  # once a session
+                if pass_memory():
                     self.loans.may_begin = True
                     self.send(Passed())
             case Release():
@@ -433,6 +434,11 @@ class Session:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()):
             log.error("a task of the I/O server failed", exc_info=error)
+
+
+def _has_none() -> bool:
+    """Pass no memory."""
+    return False
 
 
 async def _patiently(tried: asyncio.Event) -> None:

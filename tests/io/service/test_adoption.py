@@ -328,8 +328,8 @@ def test_servers_killed_at_any_time_leave_a_warm_memory(
             server.kill()
             server.start()
         engine = attach(server.path)
-        engine.store("p")
-        engine.await_hits("p")
+        # On a busy machine the clients' chunks may take the place of these before they are read.
+        until(lambda: engine.store("p") or engine.load("p") == 10)
         for client in clients:
             assert client.process.poll() is None
             assert client.kill() == "", "wrong bytes"

@@ -309,7 +309,7 @@ def test_an_engine_whose_copier_cannot_copy_from_there_asks_for_no_memory(
     engine.store("p")
     engine.await_hits("p")
     assert engine.client.tiers["serve"].counters.get("lent", 0) == 0
-    assert mappings() == before
+    assert mappings() <= before
 
 
 def test_an_engine_that_asks_for_no_memory_gets_none_and_borrows_nothing(server):
