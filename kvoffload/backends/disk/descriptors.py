@@ -23,7 +23,7 @@ class OpenFile:
 
 
 class Descriptors:
-    """The least recently used one is let go first. Thread-safe."""
+    """The least recently used one is closed first. Thread-safe."""
 
     def __init__(self, vfs: Vfs) -> None:
         """Open nothing yet."""
