@@ -10,7 +10,7 @@ from pathlib import Path
 
 import psutil
 
-from kvoffload.backends.disk.descriptors import MOST_IDLE
+from kvoffload.backends.disk.descriptors import MOST_KEPT
 from kvoffload.backends.disk.segments import MOST_SIZES
 from kvoffload.io.protocol import Store
 from tests.support.disk_chunks import stored_in
@@ -168,7 +168,7 @@ def _in_segments():
 def _are_few(in_segments):
     roots = Counter(name.rsplit("/", 3)[0] for name in in_segments)
     each = max(Counter(in_segments).values(), default=0)
-    return each <= 2 and max(roots.values(), default=0) <= MOST_IDLE + MOST_SIZES
+    return each <= 2 and max(roots.values(), default=0) <= MOST_KEPT + MOST_SIZES
 
 
 def _names():
