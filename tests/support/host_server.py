@@ -246,3 +246,14 @@ class ClientProcess:
         """Kill it; return what else it has said."""
         self.process.kill()
         return self.process.communicate()[0]
+
+
+def check_stopped_borrower(client, engine, until):
+    """A client that is stopped with a loan holds up no store, has the right bytes, and ends it."""
+    for i in range(8):  # more than the memory has room for
+        engine.store(f"new {i}")
+        assert engine.load(f"new {i}") == 10
+    assert engine.client.tiers["serve"].usage.gauges["memory_lent_bytes"] > 0
+    client.go_on()
+    assert client.kill() == "", "wrong bytes"
+    until(lambda: not engine.client.tiers["serve"].usage.gauges["memory_lent_bytes"])

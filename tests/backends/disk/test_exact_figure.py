@@ -60,6 +60,15 @@ async def pair(tmp_path, form, monkeypatch):
         await backend.close()
 
 
+def two_stored(evicting, other):
+    """Store two chunks in the other process; the one that evicts finds them."""
+    keys = keys_of(2)
+    for key in keys:
+        put(other, key)
+    scan(evicting)
+    return keys
+
+
 def put(store, key):
     chunk = memoryview(bytearray(payload_of(key, SIZE)))
     assert store.store(key, chunk)
@@ -129,10 +138,7 @@ def test_the_first_store_of_another_process_as_a_scan_begins(tmp_path, pair):
 
 def test_two_processes_remove_the_same_chunk(tmp_path, form, pair):
     evicting, other = pair
-    one, two = keys_of(2)
-    for key in (one, two):
-        put(other, key)
-    scan(evicting)
+    one, _ = two_stored(evicting, other)
     at = {"files": "unlink:chunk:before", "segments": "lock_part:table:before"}
     other.vfs.on(at[form], lambda: evicting.discard(name_of(0, one), "evicted"))
     other.discard(name_of(0, one), "removed")
@@ -142,10 +148,7 @@ def test_two_processes_remove_the_same_chunk(tmp_path, form, pair):
 
 def test_a_chunk_is_replaced_while_another_process_removes_it(tmp_path, form, pair):
     evicting, other = pair
-    one, two = keys_of(2)
-    for key in (one, two):
-        put(other, key)
-    scan(evicting)
+    one, _ = two_stored(evicting, other)
     other.index.hide([name_of(0, one)])  # as one of another version: a store replaces it
     other.vfs.on(LOOKED[form], lambda: evicting.discard(name_of(0, one), "evicted"))
     put(other, one)
@@ -157,10 +160,7 @@ def test_a_chunk_of_the_other_form_is_replaced_while_another_process_removes_it(
     tmp_path, form, pair
 ):
     evicting, other = pair
-    one, two = keys_of(2)
-    for key in (one, two):
-        put(other, key)
-    scan(evicting)
+    one, _ = two_stored(evicting, other)
     other.index.hide([name_of(0, one)])
     other.why_no_slots = "slots are for before" if form == "segments" else None
     other.vfs.on(LOOKED[form], lambda: evicting.discard(name_of(0, one), "evicted"))

@@ -17,7 +17,7 @@ from kvoffload.io.service.host_store import HostStore
 from kvoffload.policies.lru import LRUPolicy
 from kvoffload.testing.backends import filled, keys_of, slots
 from tests.support import kill_points
-from tests.support.host_server import ClientProcess, HostServer
+from tests.support.host_server import ClientProcess, HostServer, check_stopped_borrower
 from tests.support.service_manager import ServiceManager
 
 BLOCKS = 8
@@ -289,13 +289,7 @@ def test_a_stopped_engine_keeps_what_it_has_on_loan_from_the_server_before(
         getattr(server, how)()
         server.start()
         engine = attach(server.path)
-        for i in range(8):  # more than the memory has room for
-            engine.store(f"new {i}")
-            assert engine.load(f"new {i}") == 10
-        assert engine.client.tiers["serve"].usage.gauges["memory_lent_bytes"] > 0
-        client.go_on()
-        assert client.kill() == "", "wrong bytes"
-        until(lambda: not engine.client.tiers["serve"].usage.gauges["memory_lent_bytes"])
+        check_stopped_borrower(client, engine, until)
     finally:
         server.kill()
 

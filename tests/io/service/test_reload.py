@@ -4,7 +4,7 @@ import os
 import signal
 
 from tests.support.disk_chunks import stored_in
-from tests.support.host_server import ClientProcess, HostServer
+from tests.support.host_server import ClientProcess, HostServer, check_stopped_borrower
 
 
 def reload(server, **settings):
@@ -42,13 +42,7 @@ def test_what_is_on_loan_stays_through_a_reload_and_an_engine_that_is_stopped_de
         disk = {"type": "disk", "root": str(tmp_path / "kv"), "capacity": "64MiB", "min_free": 0}
         reload(server, backends=[disk])
         until(lambda: "other backends are in use" in server.log and not engine.client._is_opening)
-        for i in range(8):  # more than the memory has room for
-            engine.store(f"new {i}")
-            assert engine.load(f"new {i}") == 10
-        assert engine.client.tiers["serve"].usage.gauges["memory_lent_bytes"] > 0
-        client.go_on()
-        assert client.kill() == "", "wrong bytes"
-        until(lambda: not engine.client.tiers["serve"].usage.gauges["memory_lent_bytes"])
+        check_stopped_borrower(client, engine, until)
         assert "Traceback" not in server.log
     finally:
         server.kill()
