@@ -31,8 +31,8 @@ SMALL_PIECES = (4 * KIB, 8 * KIB, 16 * KIB, 24 * KIB, 32 * KIB)
 COUNTS, PROGRAMS = (16, 256, 4096), (4, 8, 16, 64)
 """Copies of a call, and programs of a kernel that reads or writes host memory."""
 PLAN_TENSORS = 64
-LANES = ((2, 24 * MIB), (4, 8 * MIB), (4, 64 * MIB), (8, 24 * MIB))
-"""Lanes of a direction, and the staging memory of each."""
+STAGES = ((2, 24 * MIB), (4, 8 * MIB), (8, 12 * MIB), (4, 64 * MIB))
+"""Of a direction, and the bytes of each."""
 CHUNKS = 60
 """Transfers of one chunk; the first of them are not counted."""
 BEHIND = ("61 x 18 KiB", "64 x 64 KiB")

@@ -14,7 +14,7 @@ from benchmarks.gpu.measures import our_rates
 from benchmarks.gpu.ours import Background, Ours, caches_of, median_s, quantile, times
 from benchmarks.harness import Row, row
 from kvoffload.messages import CanonicalKVCaches
-from kvoffload.transfer.cuda import stream_copier
+from kvoffload.transfer.cuda import direction
 from kvoffload.transfer.cuda.device import BlockTable, Part
 from kvoffload.transfer.cuda.stream_copier import StreamCopier
 from kvoffload.transfer.layout import ChunkLayout
@@ -126,7 +126,7 @@ class _Endless(Background):
 
 
 def plans() -> Iterator[Row]:
-    """Our transfers staged and direct, by size of page; and by lanes and staging memory."""
+    """Our transfers staged and direct, by size of page; and by stages and their memory."""
     most = max(sizes.LINK_BYTES)
     thresholds = {"direct": 1, "staged": 1 << 30}
     for page, (name, least) in itertools.product(sizes.SMALL_PIECES, thresholds.items()):
@@ -134,13 +134,13 @@ def plans() -> Iterator[Row]:
         with Ours(sizes.PLAN_TENSORS, page, most, new_copier=copier) as ours:
             yield from our_rates(f"{sizes.PLAN_TENSORS} x {page >> 10} KiB {name}", ours, most)
     shape = next(iter(sizes.WITH_STEPS))
-    for lanes, stage_bytes in sizes.LANES:
+    for stages, stage_bytes in sizes.STAGES:
         copier = partial(_copier, stage_bytes=stage_bytes)
         with (
-            patch.object(stream_copier, "LANES", lanes),
+            patch.object(direction, "STAGES", stages),
             Ours(*sizes.SHAPES[shape], most, new_copier=copier) as ours,
         ):
-            name = f"{shape}, {lanes} lanes of {stage_bytes >> 20} MiB"
+            name = f"{shape}, {stages} stages of {stage_bytes >> 20} MiB"
             yield from our_rates(name, ours, most)
 
 

@@ -33,7 +33,7 @@ SMALL = {
     "COUNTS": (2, 8),
     "PROGRAMS": (1,),
     "PLAN_TENSORS": 2,
-    "LANES": ((2, 1 << 14),),
+    "STAGES": ((2, 1 << 14),),
     "CHUNKS": 6,
     "BEHIND": ("3 x 4 KiB", "1 x 128 KiB"),
     "SMOKE_SLOTS": 64,

@@ -10,7 +10,7 @@ from kvoffload.messages import (
     CanonicalKVCacheTensor,
     GPULoadStoreSpec,
 )
-from kvoffload.transfer.cuda import copy_plan
+from kvoffload.transfer.cuda import stream_copier
 from kvoffload.transfer.cuda.stream_copier import StreamCopier
 from kvoffload.transfer.layout import ChunkLayout
 from kvoffload.transfer.slab import Slab
@@ -47,7 +47,7 @@ class CopyEngine(LateDevice):
 
 @pytest.mark.parametrize("to_host", [True, False])
 def test_a_small_copy_waits_for_two_batches_at_most(to_host, monkeypatch, until):
-    monkeypatch.setattr(copy_plan, "MOST_BYTES", BATCH_BYTES)
+    monkeypatch.setattr(stream_copier, "BATCH_BYTES", BATCH_BYTES)
     tensor = torch.randint(-128, 127, (CHUNKS, PAGE), dtype=torch.int8)
     caches = CanonicalKVCaches(
         (CanonicalKVCacheTensor(tensor, PAGE),), ((CanonicalKVCacheRef(0, PAGE),),)

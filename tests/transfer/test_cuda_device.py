@@ -15,9 +15,10 @@ from kvoffload.messages import (
     CanonicalKVCacheTensor,
     GPULoadStoreSpec,
 )
-from kvoffload.transfer.cuda import stream_copier, torch_device
+from kvoffload.transfer.cuda import stream_copier
 from kvoffload.transfer.cuda.copies import Copies
-from kvoffload.transfer.cuda.stream_copier import LANES, TABLES, StreamCopier
+from kvoffload.transfer.cuda.direction import STAGES, TABLES
+from kvoffload.transfer.cuda.stream_copier import StreamCopier
 from kvoffload.transfer.cuda.torch_device import CudaDevice
 from kvoffload.transfer.layout import ChunkLayout
 from kvoffload.transfer.slab import Slab
@@ -82,7 +83,7 @@ def test_chunks_go_and_come_back_every_way(cuda, why, direct_page_bytes, until):
         assert stats.get("why_not_copies", "") == why
         assert bool(cuda.batches) is not bool(why)
         assert sum(cuda.registered.values()) == slab_bytes
-        assert len(cuda.streams) == 2 * LANES
+        assert len(cuda.streams) == 2 * 3
     assert not cuda.registered
     assert not cuda.streams
 
@@ -129,7 +130,7 @@ def test_no_copy_crosses_two_registrations(cuda, to_host, why, until):
 
 
 def test_a_long_copy_is_cut_so_that_the_engines_own_need_not_wait(cuda, monkeypatch):
-    monkeypatch.setattr(torch_device, "COPY_BYTES", 4096)
+    monkeypatch.setattr(stream_copier, "COPY_BYTES", 4096)
     with copying((20_000, 0), direct_page_bytes=1) as (copier, caches, layout):
         store_and_load(copier, caches, layout.moves(GPULoadStoreSpec([5, 9]), [0, 3]), [5, 9])
         assert max(max(batch) for batch in cuda.batches) == 4096
@@ -144,7 +145,7 @@ def test_one_copy_and_a_table_of_blocks_are_batches_too(cuda, monkeypatch, direc
         store_and_load(copier, caches, layout.moves(GPULoadStoreSpec([5]), [4]), [5])
         # A table names a block, its chunk and its place there, in 8 bytes each.
         table = [] if direct_page_bytes == 1 else [[24]]
-        assert cuda.batches == [*table, [512], [512], *table]
+        assert cuda.batches == [*table, [512], *table, [512]]
 
 
 def test_batches_that_are_refused_are_copied_one_by_one(cuda):
@@ -244,7 +245,7 @@ def test_a_gpu_without_room_for_staging_memory_is_no_error(cuda, monkeypatch, st
     """An engine leaves as little as its settings say; it would not start without 195 MiB."""
     monkeypatch.setattr(stream_copier, "LEAST_STAGE_BYTES", 1000)
     tables = 2 * TABLES * 3 * 8 * (stage_bytes // 512)
-    cuda.device_bytes = 2 * LANES * stage_bytes + tables if stage_bytes else 1000
+    cuda.device_bytes = 2 * STAGES * stage_bytes + tables if stage_bytes else 1000
     with copying(num_slots=80, stage_bytes=40_000) as (copier, caches, layout):
         stats = copier.stats()
         assert stats["stage_bytes"] == stage_bytes
@@ -256,10 +257,10 @@ def test_a_gpu_without_room_for_staging_memory_is_no_error(cuda, monkeypatch, st
 def test_a_copier_that_cannot_be_made_leaves_no_memory_pinned(cuda, monkeypatch):
     """Memory that is freed while it is registered makes the next registration there fail."""
 
-    def refuse(device, num_bytes):
+    def refuse(device):
         raise RuntimeError("an illegal memory access")
 
-    monkeypatch.setattr(CudaDevice, "new_stage", refuse)
+    monkeypatch.setattr(CudaDevice, "new_stream", refuse)
     caches = make_caches([(512, 0)])
     layout = ChunkLayout(caches, 1)
     slab = Slab(8, layout.slot_bytes)

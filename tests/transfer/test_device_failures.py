@@ -3,12 +3,14 @@
 import threading
 import weakref
 
+import numpy as np
 import pytest
 import torch
 
 from kvoffload.transfer.cpu.copier import CpuCopier
 from kvoffload.transfer.cuda import stream_copier
-from kvoffload.transfer.cuda.stream_copier import LANES, TABLES, StreamCopier
+from kvoffload.transfer.cuda.direction import STAGES, TABLES
+from kvoffload.transfer.cuda.stream_copier import StreamCopier
 from tests.support.interleavings import NUM_SLOTS, small_parts, words
 from tests.support.late_device import LateDevice, LateStream
 from tests.support.moves import move, moves_of
@@ -114,24 +116,24 @@ def test_a_transfer_whose_end_cannot_be_marked_fails_when_its_copies_have_ended(
     assert parts.store(1, [3, 4]) is None
 
 
-def test_a_table_of_a_portion_whose_end_is_unknown_is_not_used_again(parts, monkeypatch):
-    device, tables = parts.device, parts.copier._launcher._tables[True]
-    assert len(device.tables) == 2 * len(tables) == 2 * TABLES
-    copy = device.copy
+def test_a_stage_and_a_table_whose_end_is_unknown_are_used_when_all_has_run(parts):
+    """Lost instead, each error of the device would make later transfers slower."""
+    device, copy = parts.device, parts.device.copy
 
-    def last_copy(stream, *given, **named):
-        copy(stream, *given, **named)
+    def last_copy(*given, **named):
+        copy(*given, **named)
         device.refuses_events = True
 
     device.copy = last_copy
-    for left in range(TABLES - 1, -1, -1):
+    for _ in range(2 * TABLES):
         assert str(parts.store(0, [1, 2])) == "no event"
-        assert len(tables) == left
+        assert not any(stream.work for stream in device.streams)
         device.refuses_events = False
     device.copy = copy
+    for page in words(parts.caches, 3):
+        page.fill_(7)
     assert parts.store(1, [3, 4]) is None
-    assert len(device.tables) == 2 * TABLES + 1
-    assert tables[0][0] is device.tables[-1]
+    assert (parts.slab.rows[1][:256].view(np.int64) == 7).all()
 
 
 def test_no_table_is_made_while_transfers_run(parts):
@@ -209,7 +211,7 @@ class SmallDevice(RefusingDevice):
 )
 def test_with_little_device_memory_less_is_staged_and_told(monkeypatch, caplog, left, stage_bytes):
     monkeypatch.setattr(stream_copier, "LEAST_STAGE_BYTES", 4000)
-    monkeypatch.setattr(SmallDevice, "num_bytes", 2 * LANES * 16_000 + left)
+    monkeypatch.setattr(SmallDevice, "num_bytes", 2 * STAGES * 16_000 + left)
     parts = Parts(SmallDevice, stage_bytes=16_000)
     try:
         stats = parts.copier.stats()
@@ -242,7 +244,7 @@ def ours():
     return {thread.name for thread in threading.enumerate() if "kvoffload" in thread.name}
 
 
-@pytest.mark.parametrize("stages", range(0, 2 * LANES, 3))
+@pytest.mark.parametrize("stages", range(0, 2 * STAGES, 3))
 def test_a_copier_that_cannot_be_made_closes_its_device_and_ends_its_threads(monkeypatch, stages):
     made = []
 

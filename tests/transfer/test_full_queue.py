@@ -14,8 +14,9 @@ from kvoffload.messages import (
     CanonicalKVCacheTensor,
     GPULoadStoreSpec,
 )
-from kvoffload.transfer.cuda import call_watch, stream_copier
-from kvoffload.transfer.cuda.stream_copier import MOST_CALLS, Launcher, StreamCopier
+from kvoffload.transfer.cuda import call_watch, direction
+from kvoffload.transfer.cuda.direction import MOST_CALLS, Direction
+from kvoffload.transfer.cuda.stream_copier import StreamCopier
 from kvoffload.transfer.layout import ChunkLayout
 from kvoffload.transfer.slab import Slab
 from tests.support.late_device import LateDevice
@@ -107,16 +108,16 @@ def test_single_copies_behind_the_forward_pass_do_not_fill_the_queue_of_their_st
 
 
 def test_batches_behind_the_forward_pass_are_bounded_by_their_bytes(make, monkeypatch, until):
-    monkeypatch.setattr(stream_copier, "MOST_BYTES", 300 * PAGE)
+    monkeypatch.setattr(direction, "MOST_BYTES", 300 * PAGE)
     parts = make()
     parts.device.engine.enqueue(parts.device.stand_still)
-    has_room, found = Launcher._has_room, []
+    has_room, found = Direction.has_room, []
 
-    def noted(launcher, to_host):
-        found.append(has_room(launcher, to_host))
+    def noted(way):
+        found.append(has_room(way))
         return found[-1]
 
-    monkeypatch.setattr(Launcher, "_has_room", noted)
+    monkeypatch.setattr(Direction, "has_room", noted)
     store = parts.launch(0, CHUNKS, True)
     until(lambda: found.count(False) > 3)
     assert parts.device.stored_bytes == (64 + 256) * PAGE

@@ -11,7 +11,7 @@ from kvoffload.messages import (
     CanonicalKVCacheTensor,
     GPULoadStoreSpec,
 )
-from kvoffload.transfer.cuda import stream_copier
+from kvoffload.transfer.cuda import direction
 from kvoffload.transfer.cuda.copy_plan import CopyPlan
 from kvoffload.transfer.cuda.device import Device, Event, Stream
 from kvoffload.transfer.cuda.fences import EngineFence, StreamFence
@@ -151,7 +151,7 @@ def test_a_large_store_that_waits_for_the_forward_pass_does_not_hold_up_a_load(
     make, monkeypatch, direct_page_bytes
 ):
     """The load was submitted before that pass began; its chunks came from a tier only now."""
-    monkeypatch.setattr(stream_copier, "TABLES", 2)
+    monkeypatch.setattr(direction, "TABLES", 2)
     parts = make(direct_page_bytes=direct_page_bytes, stage_bytes=1000)
     device, early = parts.device, parts.copier.record_fence()
     parts.slab.rows[NUM_SLOTS - 1][:] = 7

@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 import torch
 
-from kvoffload.transfer.cuda import stream_copier
+from kvoffload.transfer.cuda import direction, stream_copier
 from kvoffload.transfer.cuda.copies import Copies
+from kvoffload.transfer.cuda.direction import Direction
 from kvoffload.transfer.cuda.stream_copier import Launcher, StreamCopier
 from kvoffload.transfer.slab import Slab
 from tests.support.interleavings import (
@@ -53,6 +54,8 @@ def run(seed, launcher=Launcher, **rules):
     device = LateDevice(caches, slab, seed)
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(stream_copier, "Launcher", launcher)
+        # From some batches in each transfer to one.
+        patched.setattr(stream_copier, "BATCH_BYTES", draw.choice([300, 1 << 20]))
         copier = StreamCopier(
             caches,
             slab,
@@ -62,13 +65,13 @@ def run(seed, launcher=Launcher, **rules):
             stage_bytes=draw.choice([16, 1000, 3000, 1 << 20]),
             direct_page_bytes=draw.choice([1, 1 << 20, 1 << 20]),
         )
-    interleaving = Interleaving(
-        copier, LateEngine(device, caches), slab, layout, seed=seed, **rules
-    )
-    try:
-        interleaving.run()
-    finally:
-        copier.close()
+        interleaving = Interleaving(
+            copier, LateEngine(device, caches), slab, layout, seed=seed, **rules
+        )
+        try:
+            interleaving.run()
+        finally:
+            copier.close()
     assert device.is_closed
     return interleaving.compared
 
@@ -166,24 +169,30 @@ def test_whatever_the_order_every_block_and_slot_holds_what_it_must(first):
 class WithoutEngineFence(Launcher):
     """Copies begin while compute still writes the blocks, or reads them."""
 
-    def fence_engine(self, job, lane):
+    def fence_engine(self, job, stream):
         pass
 
 
 class WithoutEngineFenceOfLoads(Launcher):
     """Loads write blocks that compute still reads."""
 
-    def fence_engine(self, job, lane):
+    def fence_engine(self, job, stream):
         if job.to_host:
-            super().fence_engine(job, lane)
+            super().fence_engine(job, stream)
 
 
-class EngineFenceOnOneLaneOnly(Launcher):
-    """The other lanes of a transfer do not wait for compute."""
+class WithoutFenceOfGathers(Launcher):
+    """A stage is copied to the host while pages are still gathered there."""
 
-    def fence_engine(self, job, lane):
-        if lane is job.lanes[0]:
-            super().fence_engine(job, lane)
+    def fence_gathered(self, gathered, stream):
+        pass
+
+
+class WithoutFenceOfCopies(Launcher):
+    """Pages are scattered out of a stage that is still copied into."""
+
+    def fence_copied(self, way):
+        pass
 
 
 class WithoutEndFence(Launcher):
@@ -193,22 +202,29 @@ class WithoutEndFence(Launcher):
         return []
 
 
-class EndOfOneLaneOnly(Launcher):
-    """A transfer counts as done when one of its lanes is."""
+class EndOfOneStreamOnly(Launcher):
+    """A transfer counts as done when one of its streams is."""
 
     def fence_end(self, job):
         return super().fence_end(job)[:1]
 
 
+class WithoutStageFence(Launcher):
+    """A stage is written while copies or kernels use it."""
+
+    def fence_stage(self, stage, stream):
+        pass
+
+
 class WithoutTableFence(Launcher):
     """A table is written while kernels read it."""
 
-    def fence_table(self, used):
+    def fence_table(self, table):
         return True
 
 
 class OneStagingMemory(Launcher):
-    """All lanes use one staging memory: only the order within a stream protects it."""
+    """All stages are one memory."""
 
     def __init__(self, device, plan):
         new_stage, shared = device.new_stage, device.new_stage(plan.stage_bytes)
@@ -217,21 +233,38 @@ class OneStagingMemory(Launcher):
         device.new_stage = new_stage
 
 
+class BatchesBesideEachOther(Direction):
+    """Each stream has its batches, and neither waits for the other."""
+
+    def next_stream(self):
+        self.last = None
+        return super().next_stream()
+
+
 @pytest.mark.parametrize(
     "broken",
     [
         WithoutEngineFence,
         WithoutEngineFenceOfLoads,
-        EngineFenceOnOneLaneOnly,
+        WithoutFenceOfGathers,
+        WithoutFenceOfCopies,
         WithoutEndFence,
-        EndOfOneLaneOnly,
+        EndOfOneStreamOnly,
+        WithoutStageFence,
         WithoutTableFence,
         OneStagingMemory,
     ],
 )
 def test_without_a_fence_other_bytes_are_found(broken, monkeypatch):
-    monkeypatch.setattr(stream_copier, "TABLES", 2)
+    monkeypatch.setattr(direction, "TABLES", 2)
+    monkeypatch.setattr(direction, "STAGES", 2)
     assert _caught(launcher=broken)
+
+
+def test_without_the_order_of_batches_other_bytes_are_found(monkeypatch):
+    """The engine is waited for by the first batch alone."""
+    monkeypatch.setattr(stream_copier, "Direction", BatchesBesideEachOther)
+    assert _caught()
 
 
 @pytest.mark.parametrize("rule", ["flushes", "keeps_slots", "keeps_blocks", "keeps_loans"])

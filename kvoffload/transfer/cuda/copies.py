@@ -4,6 +4,8 @@ A large transfer has hundreds of thousands of pages. numpy describes, joins and 
 fraction of the time that the bus needs. The driver takes the arrays as they are.
 """
 
+import itertools
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -39,8 +41,15 @@ class Copies(NamedTuple):
         return self._cut(self.host % portion_bytes, portion_bytes)
 
     def of_at_most(self, num_bytes: int) -> "Copies":
-        """Cut long copies, so that the engine's small copies do not wait for them."""
+        """Cut long copies."""
         return self._cut(np.zeros_like(self.host), num_bytes)
+
+    def batches(self, num_bytes: int) -> Iterator["Copies"]:
+        """Divide the copies into runs of about so many bytes: up to one copy more."""
+        starts = self.sizes.cumsum() - self.sizes
+        ends = np.flatnonzero(np.diff(starts // num_bytes)) + 1
+        for begin, end in itertools.pairwise((0, *ends.tolist(), len(starts))):
+            yield Copies(*(row[begin:end] for row in self))
 
     def _cut(self, begins: Numbers, unit: int) -> "Copies":
         """Cut copies that begin at these places at each multiple of the unit."""

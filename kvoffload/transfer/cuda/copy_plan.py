@@ -17,11 +17,11 @@ from kvoffload.transfer.layout import ChunkLayout, Moves, Numbers, Region, numbe
 MOST_BLOCKS = 4096
 """In a staged portion, whose table lists them."""
 FIRST_COPIES = 64
-"""In a transfer's first batch of direct copies: the bus idles until the driver has taken it in.
-Each later batch has four times as many."""
+"""In a transfer's first step of direct copies: the bus idles until the driver has taken in a batch.
+Each later step has four times as many."""
 MOST_COPIES = 4096
-MOST_BYTES = 16 << 20
-"""In one batch of direct copies: 0.3 ms of the bus, for which an engine's small copy may wait."""
+MOST_BYTES = 64 << 20
+"""In one step of direct copies."""
 
 
 class CopyPlan:
@@ -123,9 +123,9 @@ class CopyPlan:
     def page_copies(
         self, group_idx: int, moves: Moves, most_copies: int = MOST_COPIES
     ) -> Iterator[Copies]:
-        """Return the copies between slots and a group's blocks, in batches that grow.
+        """Return the copies between slots and a group's blocks, in steps that grow.
 
-        A batch has at most ``most_copies``, unless one block has more.
+        A step has at most ``most_copies``, unless one block has more.
         """
         addresses, rows, offsets, pages = self._regions[group_idx].transpose(1, 0, 2)
         num_regions, block_bytes = len(pages), int(pages.sum())

@@ -33,22 +33,24 @@ class EngineFence:
 
 
 class Timing(NamedTuple):
-    """Timed events of a transfer's first lane, each None before it is recorded."""
+    """Timed events of a transfer, each None before it is recorded."""
 
     begun: Event | None = None
-    """The lane has reached the transfer."""
+    """Its first copy begins."""
     paused: Event | None = None
-    """The lane begins to wait for the engine's work."""
+    """The first copy of a load has ended, and its kernel begins to wait for the engine's work."""
     resumed: Event | None = None
     """That wait has ended."""
 
     def seconds_to(self, ends: Sequence[Event]) -> float:
         """Seconds from the begin to the last end, without the wait for the engine's work."""
         begun, paused, resumed = self
-        if begun is None or paused is None or resumed is None or not ends:
+        if begun is None or not ends:
             return 0.0
-        whole_ms = max(begun.elapsed_time(end) for end in ends)
-        return max(0.0, whole_ms - paused.elapsed_time(resumed)) / 1e3
+        time_ms = max(begun.elapsed_time(end) for end in ends)
+        if paused is not None and resumed is not None:
+            time_ms -= paused.elapsed_time(resumed)
+        return max(0.0, time_ms) / 1e3
 
 
 class StreamFence(CopyFence):

@@ -1,10 +1,8 @@
 """The copier for devices with streams: few large copies behind fences.
 
-Each direction has a ring of *lanes*: a stream with its own staging memory. A transfer of small
-pages is cut into portions that fill a lane's staging memory, and the lanes take turns. On its lane
-a portion is gathered and then copied (or copied and then scattered). Stream order is enough between
-the two, and before the staging memory is used again. While one lane waits for the GPU to schedule a
-kernel, the copies of the other lanes use the bus.
+A transfer of small pages is cut into portions that fill a stage, and the stages of a direction take
+turns. A portion is gathered there and then copied (or copied and then scattered). While one waits
+for the GPU to schedule a kernel, the copies of the others use the bus.
 
 The engine's thread only queues a transfer. One thread enqueues the work of both directions. The
 end of a transfer is an event, which the engine's thread polls.
@@ -17,9 +15,8 @@ import os
 import queue
 import threading
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from kvoffload.config import human_bytes
 from kvoffload.messages import CanonicalKVCaches
@@ -27,45 +24,25 @@ from kvoffload.transfer.base import CopyFence, Fence, ForeignMemory
 from kvoffload.transfer.cuda.call_watch import CallWatch
 from kvoffload.transfer.cuda.copies import Copies
 from kvoffload.transfer.cuda.copy_plan import MOST_COPIES, CopyPlan, blocks_of, in_bytes
-from kvoffload.transfer.cuda.device import BlockTable, Device, Event, HostMemory, Part, Stream
+from kvoffload.transfer.cuda.device import Device, Event, HostMemory, Part, Stream
+from kvoffload.transfer.cuda.direction import BATCH_BYTES, COPY_BYTES, Direction, Stage, Table
 from kvoffload.transfer.cuda.fences import POLL_S, EngineFence, StreamFence, Timing
 from kvoffload.transfer.layout import ChunkLayout, Moves, check_within
 from kvoffload.transfer.slab import Slab
-
-if TYPE_CHECKING:
-    import torch
 
 log = logging.getLogger(__name__)
 
 DIRECT_PAGE_BYTES = 128 << 10
 """Pages from this size on are copied without staging. Each copy of a batch takes an H100 0.4 to 0.9
 µs more. Pages of 64 KiB reach 0.6 to 0.8 of the bus, those of 4 KiB 0.05 to 0.14."""
-LANES = 4
-"""In each direction. The lanes of both directions fit CUDA's default of eight hardware queues."""
 STAGE_BYTES = 24 << 20
-"""Staging memory of a lane. A direction's 96 MiB keep the bus busy for 1.8 ms, as long as a kernel
-may wait on a GPU busy with a prefill."""
+"""Of a stage. A direction's four keep the bus busy for 1.8 ms, as long as a kernel may wait on a
+GPU busy with a prefill."""
 LEAST_STAGE_BYTES = 1 << 20
-"""Where device memory is short, a lane's staging memory is halved down to this; then pages are
-copied directly."""
-TABLES = 16
-"""Portions of a direction in flight: enough for 7 ms of the bus."""
-MOST_CALLS = 512
-MOST_BYTES = 512 << 20
-"""Direct copies of a direction in flight. A stream takes about a thousand waiting calls; a further
-one blocks the launching thread until the engine's work before the copies is done. The bytes are 9
-ms of the bus."""
+"""Where device memory is short, a stage is halved down to this; then pages are copied directly."""
 MOST_SINGLE_COPIES = 256
 """Enqueued at a time where each copy is a call of its own."""
 CLOSE_TIMEOUT_S = 5.0
-
-
-@dataclass(eq=False)
-class Lane:
-    """A stream and its staging memory."""
-
-    stream: Stream
-    stage: "torch.Tensor"
 
 
 @dataclass(eq=False)
@@ -81,8 +58,8 @@ class StreamJob:
     fence: StreamFence
     host_end: int = 0
     """Where in host memory its last chunk ends."""
-    lanes: list[Lane] = field(default_factory=list)
-    """The lanes used so far, in the order of their first use."""
+    streams: list[Stream] = field(default_factory=list)
+    """Those used so far, in the order of their first use."""
     timing: Timing = field(default_factory=Timing)
 
 
@@ -98,20 +75,8 @@ class Launcher:
     def __init__(self, device: Device, plan: CopyPlan) -> None:
         self._device = device
         self._plan = plan
-        stages = [device.new_stage(plan.stage_bytes) for _ in range(2 * LANES)]
-        # Each with the event after which no kernel reads it; the leftmost was used longest ago.
-        self._tables: dict[bool, deque[tuple[BlockTable, Event | None]]] = {
-            to_host: deque((table, None) for table in self._new_tables(TABLES))
-            for to_host in (True, False)
-        }
-        # The rings of lanes to the host (True) and from it; the leftmost lane is next.
-        self._lanes = {
-            to_host: deque(Lane(device.new_stream(), stages.pop()) for _ in range(LANES))
-            for to_host in (True, False)
-        }
-        # Of the direct copies to the host (True) and from it: an event after them, and their share
-        # of what may be in flight.
-        self._flying: dict[bool, deque[tuple[Event, float]]] = {True: deque(), False: deque()}
+        # To the host (True) and from it.
+        self._ways = {to_host: Direction(device, plan) for to_host in (True, False)}
         self._watch = CallWatch()
         self._has_ended = self._has_entered = False
         self._ending = threading.Lock()
@@ -122,11 +87,6 @@ class Launcher:
         except BaseException:
             self._watch.end()
             raise
-
-    def _new_tables(self, count: int) -> Sequence[BlockTable]:
-        if not self._plan.table_blocks:
-            return ()
-        return self._device.new_tables(count, self._plan.table_blocks)
 
     def submit(self, job: StreamJob) -> None:
         """Queue a transfer; from any thread.
@@ -207,7 +167,7 @@ class Launcher:
             job.fence.all_enqueued(job.timing, self.fence_end(job), failed)
         except Exception as error:
             # The transfer has no end on its streams: it ends when those are empty.
-            _await(job.lanes)
+            _await(job.streams)
             job.fence.reach(failed or error)
         return True
 
@@ -215,18 +175,19 @@ class Launcher:
         """Enqueue a transfer in steps; tell of each whether it went on or waits for the device."""
         if not isinstance(job.after, EngineFence):
             job.after.wait()
+        way = self._ways[job.to_host]
         for group_idx, parts in enumerate(self._plan.parts):
             moves = job.moves.of_group(group_idx)
             for part in parts:
                 for portion in self._plan.portions(part, moves):
-                    while not self._has_table(job.to_host):
+                    while not self.fence_table(way.tables[0]):
                         yield False
                     self._stage(job, part, portion)
                     yield True
             if len(moves) and not parts:
                 most = MOST_COPIES if self._has_batches(job) else MOST_SINGLE_COPIES
                 for copies in self._plan.page_copies(group_idx, moves, most):
-                    while not self._has_room(job.to_host):
+                    while not way.has_room():
                         yield False
                     self._copy_pages(job, copies)
                     yield True
@@ -234,98 +195,106 @@ class Launcher:
     def _has_batches(self, job: StreamJob) -> bool:
         return self._device.has_batches(job.memory, job.host_end)
 
-    def _has_room(self, to_host: bool) -> bool:
-        """Whether the driver takes further direct copies at once."""
-        flying = self._flying[to_host]
-        while flying and flying[0][0].query():
-            flying.popleft()
-        return sum(share for _, share in flying) < 1
-
     def _copy_pages(self, job: StreamJob, copies: Copies) -> None:
-        """Enqueue a batch on the next lane, to begin when the batch before it has ended.
-
-        A copy engine leaves a stream only where the stream has to wait. The engine's own small
-        copies would otherwise wait until all that is enqueued here has been copied.
-        """
-        flying = self._flying[job.to_host]
-        lane = self._enter(job, flying[-1][0] if flying else None)
-        self._follow_engine(job, lane)
-        self._device.copy(lane.stream, copies, job.to_host, job.memory)
-        calls = 1 if self._has_batches(job) else len(copies.sizes)
-        share = max(calls / MOST_CALLS, int(copies.sizes.sum()) / MOST_BYTES)
-        flying.append((lane.stream.record_event(), share))
-
-    def _has_table(self, to_host: bool) -> bool:
-        tables = self._tables[to_host]
-        if not tables:  # all were lost to errors of the device
-            tables.extend((table, None) for table in self._new_tables(1))
-        used = tables[0][1]
-        return used is None or self.fence_table(used)
+        calls = self._copy(job, copies, lambda stream: self.fence_engine(job, stream))
+        self._ways[job.to_host].note(calls, int(copies.sizes.sum()))
 
     def _stage(self, job: StreamJob, part: Part, moves: Moves) -> None:
-        device, lane = self._device, self._enter(job)
-        stream, stage = lane.stream, lane.stage
-        copies = self._plan.stage_copies(part, moves, stage.data_ptr())
-        table, _ = self._tables[job.to_host].popleft()
+        way = self._ways[job.to_host]
+        stage, table = way.stages[0], way.tables[0]
+        way.stages.rotate(-1)
+        way.tables.rotate(-1)
+        copies = self._plan.stage_copies(part, moves, stage.memory.data_ptr())
+        table.blocks.fill(blocks_of(moves))
+        self._use(job, way.kernels)
         try:
-            table.fill(blocks_of(moves))
-            if job.to_host:
-                device.upload(stream, table)
-                self._follow_engine(job, lane)
-                device.move(stream, part, table, stage, to_stage=True)
-                device.copy(stream, copies, True, job.memory)
-            else:
-                # The copy writes only staging memory: it need not wait for the engine.
-                device.copy(stream, copies, False, job.memory)
-                device.upload(stream, table)
-                self._follow_engine(job, lane)
-                device.move(stream, part, table, stage, to_stage=False)
-        finally:
-            with contextlib.suppress(Exception):  # a table that kernels may read for ever is lost
-                self._tables[job.to_host].append((table, stream.record_event()))
+            self._device.upload(way.kernels, table.blocks)
+            (self._gather if job.to_host else self._scatter)(job, part, stage, table, copies)
+        except BaseException:
+            _await(way.streams)  # what was enqueued uses the two
+            stage.used = table.used = None
+            raise
 
-    def _enter(self, job: StreamJob, after: Event | None = None) -> Lane:
-        """Take the next lane of the job's direction, to go on when ``after`` is passed.
+    def _gather(
+        self, job: StreamJob, part: Part, stage: Stage, table: Table, copies: Copies
+    ) -> None:
+        way = self._ways[True]
+        self.fence_engine(job, way.kernels)
+        self.fence_stage(stage, way.kernels)
+        self._device.move(way.kernels, part, table.blocks, stage.memory, to_stage=True)
+        table.used = gathered = way.kernels.record_event()
+        self._copy(job, copies, lambda stream: self.fence_gathered(gathered, stream))
+        stage.used = way.last
 
-        A transfer begins after the transfers before it: their time is not counted.
-        """
-        ring = self._lanes[job.to_host]
-        lane = ring[0]
-        ring.rotate(-1)
-        if after is not None:
-            lane.stream.wait_event(after)
-        if lane not in job.lanes:
-            job.lanes.append(lane)
-            if len(job.lanes) == 1:
-                job.timing = Timing(lane.stream.record_event(timed=True))
-        return lane
+    def _scatter(
+        self, job: StreamJob, part: Part, stage: Stage, table: Table, copies: Copies
+    ) -> None:
+        way = self._ways[False]
+        # The copy writes only the stage: it need not wait for the engine.
+        self._copy(job, copies, lambda stream: self.fence_stage(stage, stream))
+        self.fence_copied(way)
+        if job.timing.resumed is None:
+            paused = way.kernels.record_event(timed=True)
+            self.fence_engine(job, way.kernels)
+            resumed = way.kernels.record_event(timed=True)
+            job.timing = Timing(job.timing.begun, paused, resumed)
+        self._device.move(way.kernels, part, table.blocks, stage.memory, to_stage=False)
+        stage.used = table.used = way.kernels.record_event()
 
-    def _follow_engine(self, job: StreamJob, lane: Lane) -> None:
-        """Fence the lane; time the first fence of a job."""
-        if job.timing.resumed is not None:
-            self.fence_engine(job, lane)
-            return
-        paused = lane.stream.record_event(timed=True)
-        self.fence_engine(job, lane)
-        job.timing = Timing(job.timing.begun, paused, lane.stream.record_event(timed=True))
+    def _copy(self, job: StreamJob, copies: Copies, first_waits: Callable[[Stream], object]) -> int:
+        """Enqueue copies in batches, the first after a wait; returns the calls of the driver."""
+        way, calls = self._ways[job.to_host], 0
+        for batch in copies.of_at_most(COPY_BYTES).batches(BATCH_BYTES):
+            stream = way.next_stream()
+            if not calls:
+                first_waits(stream)
+            self._use(job, stream)
+            if job.timing.begun is None:
+                # After the transfers before it, whose time is not counted.
+                job.timing = Timing(stream.record_event(timed=True))
+            self._device.copy(stream, batch, job.to_host, job.memory)
+            way.last = stream.record_event()
+            calls += 1 if self._has_batches(job) else len(batch.sizes)
+        return calls
+
+    def _use(self, job: StreamJob, stream: Stream) -> None:
+        if stream not in job.streams:
+            job.streams.append(stream)
 
     # ---- the fences ----
 
-    def fence_engine(self, job: StreamJob, lane: Lane) -> None:
-        """Delay the lane until the engine's work submitted before the transfer is done.
+    def fence_engine(self, job: StreamJob, stream: Stream) -> None:
+        """Delay the stream until the engine's work submitted before the transfer is done.
 
         A store would otherwise read blocks that the forward pass has yet to write. A load would
         write blocks that the pass still reads, or that are yet to be zeroed for their new owner.
         """
         if isinstance(job.after, EngineFence):
-            lane.stream.wait_event(job.after.event)
+            stream.wait_event(job.after.event)
 
-    def fence_table(self, used: Event) -> bool:
-        """Whether no kernel reads the table that is written next.
+    def fence_stage(self, stage: Stage, stream: Stream) -> None:
+        """Delay the stream until neither a copy nor a kernel uses the stage.
+
+        A copy would otherwise have bytes of another portion, or a block.
+        """
+        if stage.used is not None:
+            stream.wait_event(stage.used)
+
+    def fence_gathered(self, gathered: Event, stream: Stream) -> None:
+        """Delay the copies to the host until the pages are in the stage."""
+        stream.wait_event(gathered)
+
+    def fence_copied(self, way: Direction) -> None:
+        """Delay the kernel until the bytes from the host are in the stage."""
+        if way.last is not None:
+            way.kernels.wait_event(way.last)
+
+    def fence_table(self, table: Table) -> bool:
+        """Whether no kernel reads the table, which is written next.
 
         The kernels would otherwise move the blocks of the next portion.
         """
-        return used.query()
+        return table.used is None or table.used.query()
 
     def fence_end(self, job: StreamJob) -> list[Event]:
         """Mark the end of the transfer on all streams that it used.
@@ -334,17 +303,17 @@ class Launcher:
         blocks that are still being read, or use blocks not yet written. The manager would reuse
         slots that a copy still reads.
         """
-        return [lane.stream.record_event(timed=True) for lane in job.lanes]
+        return [stream.record_event(timed=True) for stream in job.streams]
 
     def fence_close(self) -> None:
         """Wait for all copies: host memory is unpinned and freed next."""
-        _await([*self._lanes[True], *self._lanes[False]])
+        _await([*self._ways[True].streams, *self._ways[False].streams])
 
 
-def _await(lanes: Sequence[Lane]) -> None:
-    for lane in lanes:
+def _await(streams: Sequence[Stream]) -> None:
+    for stream in streams:
         try:
-            lane.stream.synchronize()
+            stream.synchronize()
         except Exception as error:
             log.warning("a stream's end is not known: %s", error)
 
@@ -360,7 +329,7 @@ class StreamCopier:
 
     Args:
         device: of the tensors; closed with the copier, or here if the copier cannot be made.
-        stage_bytes: staging memory of each lane; none if no page is staged.
+        stage_bytes: of each stage; none if no page is staged.
         direct_page_bytes: pages of this size and more are not staged.
     """
 
@@ -405,7 +374,7 @@ class StreamCopier:
                 self._why_less = str(error)
                 continue
             if self._why_less:
-                text = "%s; staging memory of %s for each stream is used"
+                text = "%s; stages of %s are used"
                 log.warning(text, self._why_less, human_bytes(plan.stage_bytes))
             return plan, launcher
         if self._why_less:

@@ -25,9 +25,6 @@ log = logging.getLogger(__name__)
 _cuda: Any = torch.cuda
 """Typed as Any, because most of it has no annotations."""
 
-COPY_BYTES = 2 << 20
-"""The most bytes of one copy: the engine's own small copies wait for it on the same copy engine."""
-
 
 class CudaEvent:
     """A torch event for threads of any current device.
@@ -243,12 +240,13 @@ class CudaDevice:
             self._kernels.move(part, table, stage, to_stage)
 
     def copy(self, stream: Stream, copies: Copies, to_host: bool, memory: HostMemory) -> None:
-        pinned_bytes = memory.pinned_bytes
-        copies = copies.within_registrations(memory.portion_bytes).of_at_most(COPY_BYTES)
-        pinned = copies.host < pinned_bytes
+        copies = copies.within_registrations(memory.portion_bytes)
+        pinned = copies.host < memory.pinned_bytes
         copies = copies._replace(host=copies.host + memory.address)
-        self._enqueue(_handle(stream), copies.take(pinned), to_host, memory)
-        self._one_by_one(_handle(stream), copies.take(~pinned), to_host)
+        if not pinned.all():
+            self._one_by_one(_handle(stream), copies.take(~pinned), to_host)
+            copies = copies.take(pinned)
+        self._enqueue(_handle(stream), copies, to_host, memory)
 
     def has_batches(self, memory: HostMemory, end: int) -> bool:
         return self._takes_batches(memory) and end <= memory.pinned_bytes
