@@ -31,7 +31,7 @@ SMALL_PIECES = (4 * KIB, 8 * KIB, 16 * KIB, 24 * KIB, 32 * KIB)
 COUNTS, PROGRAMS = (16, 256, 4096), (4, 8, 16, 64)
 """Copies of a call, and programs of a kernel that reads or writes host memory."""
 PLAN_TENSORS = 64
-STAGES = ((2, 24 * MIB), (4, 8 * MIB), (8, 12 * MIB), (4, 64 * MIB))
+STAGES = ((2, 24 * MIB), (4, 24 * MIB), (3, 32 * MIB), (2, 96 * MIB))
 """Of a direction, and the bytes of each."""
 CHUNKS = 60
 """Transfers of one chunk; the first of them are not counted."""

@@ -207,7 +207,7 @@ class SmallDevice(RefusingDevice):
 
 @pytest.mark.parametrize(
     ("left", "stage_bytes"),
-    [(0, 16_000), (-8, 8000), (-64_001, 4000), (-96_001, 0), (-128_000, 0)],
+    [(0, 16_000), (-8, 8000), (-32_001, 4000), (-48_001, 0), (-64_000, 0)],
 )
 def test_with_little_device_memory_less_is_staged_and_told(monkeypatch, caplog, left, stage_bytes):
     monkeypatch.setattr(stream_copier, "LEAST_STAGE_BYTES", 4000)

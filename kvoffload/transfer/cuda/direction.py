@@ -20,10 +20,10 @@ from kvoffload.transfer.cuda.device import BlockTable, Device, Event, Stream
 if TYPE_CHECKING:
     import torch
 
-STAGES = 4
-"""In each direction; each is filled, copied and emptied on its own."""
+STAGES = 2
+"""In each direction: one is filled or emptied while the other is copied."""
 TABLES = 16
-"""Portions of a direction in flight: 8 ms of the bus, if they fill their stages."""
+"""Portions of a direction in flight, whose kernels read them."""
 BATCH_BYTES = 8 << 20
 """Of copies that the driver gets in one call: 0.2 ms of the bus, which an engine's small copy may
 have to wait."""

@@ -35,13 +35,17 @@ log = logging.getLogger(__name__)
 DIRECT_PAGE_BYTES = 128 << 10
 """Pages from this size on are copied without staging. Each copy of a batch takes an H100 0.4 to 0.9
 µs more. Pages of 64 KiB reach 0.6 to 0.8 of the bus, those of 4 KiB 0.05 to 0.14."""
-STAGE_BYTES = 24 << 20
-"""Of a stage. A direction's four keep the bus busy for 1.8 ms, as long as a kernel may wait on a
-GPU busy with a prefill."""
+STAGE_BYTES = 48 << 20
+"""Of a stage. To enqueue a portion takes the launching thread up to half a millisecond beside an
+engine's thread; the bus needs one for 48 MiB. A kernel may wait as long on a GPU busy with a
+prefill."""
 LEAST_STAGE_BYTES = 1 << 20
 """Where device memory is short, a stage is halved down to this; then pages are copied directly."""
 MOST_SINGLE_COPIES = 256
 """Enqueued at a time where each copy is a call of its own."""
+PAUSE_S = 30e-6
+"""Between two steps. Each call of the driver gives the GIL away and takes it back before a thread
+that waits for it has woken: without a pause the engine's thread waits for all steps to end."""
 CLOSE_TIMEOUT_S = 5.0
 
 
@@ -120,7 +124,7 @@ class Launcher:
         while is_open or any(begun.values()):
             timeout_s: float | None = POLL_S if watched else None
             if any(begun.values()):
-                timeout_s = POLL_S if is_stuck else 0
+                timeout_s = POLL_S if is_stuck else PAUSE_S
             with contextlib.suppress(queue.Empty):
                 job = self._queued.get(timeout=timeout_s)
                 if job is None:
