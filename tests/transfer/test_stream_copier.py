@@ -11,7 +11,7 @@ from kvoffload.messages import (
     CanonicalKVCacheTensor,
     GPULoadStoreSpec,
 )
-from kvoffload.transfer.cuda import direction
+from kvoffload.transfer.cuda import direction, stream_copier
 from kvoffload.transfer.cuda.copy_plan import CopyPlan
 from kvoffload.transfer.cuda.device import Device, Event, Stream
 from kvoffload.transfer.cuda.fences import EngineFence, StreamFence
@@ -279,6 +279,17 @@ class Still:
         self.portions += 1
 
     portions = 0
+
+
+@pytest.mark.parametrize("to_host", [True, False])
+@pytest.mark.parametrize("direct_page_bytes", [1, 1 << 20])
+def test_a_transfer_of_one_step_has_no_pause_before_its_end(
+    make, monkeypatch, to_host, direct_page_bytes
+):
+    """Its end is marked with its copies: a pause between them would delay each single chunk."""
+    monkeypatch.setattr(stream_copier, "PAUSE_S", 3600.0)
+    parts = make(direct_page_bytes=direct_page_bytes)
+    assert parts.launch(moves_of(move(3, [5, 6])), to_host).wait(10)
 
 
 @pytest.mark.parametrize("to_host", [True, False])

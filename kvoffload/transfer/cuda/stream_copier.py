@@ -17,6 +17,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from kvoffload.config import human_bytes
 from kvoffload.messages import CanonicalKVCaches
@@ -176,25 +177,33 @@ class Launcher:
         return True
 
     def _launch(self, job: StreamJob) -> Iterator[bool]:
-        """Enqueue a transfer in steps; tell of each whether it went on or waits for the device."""
+        """Enqueue a transfer; tell between its steps whether it went on or waits for the device."""
         if not isinstance(job.after, EngineFence):
             job.after.wait()
+        has_begun = False
+        for is_ready, enqueue in self._steps(job):
+            if has_begun:
+                yield True
+            while not is_ready():
+                yield False
+            enqueue()
+            has_begun = True
+
+    def _steps(self, job: StreamJob) -> Iterator[tuple[Callable[[], bool], Callable[[], None]]]:
+        """Return for each step whether the device takes it now, and what enqueues it."""
         way = self._ways[job.to_host]
         for group_idx, parts in enumerate(self._plan.parts):
             moves = job.moves.of_group(group_idx)
             for part in parts:
                 for portion in self._plan.portions(part, moves):
-                    while not self.fence_table(way.tables[0]):
-                        yield False
-                    self._stage(job, part, portion)
-                    yield True
+                    yield (
+                        lambda: self.fence_table(way.tables[0]),
+                        partial(self._stage, job, part, portion),
+                    )
             if len(moves) and not parts:
                 most = MOST_COPIES if self._has_batches(job) else MOST_SINGLE_COPIES
                 for copies in self._plan.page_copies(group_idx, moves, most):
-                    while not way.has_room():
-                        yield False
-                    self._copy_pages(job, copies)
-                    yield True
+                    yield way.has_room, partial(self._copy_pages, job, copies)
 
     def _has_batches(self, job: StreamJob) -> bool:
         return self._device.has_batches(job.memory, job.host_end)
