@@ -162,8 +162,8 @@ class ChunkGroups:
         """
         for group in self.offloaded:
             of_group, every = keys[group.index], group.hashes_per_chunk
-            for chunk in range(len(of_group), len(hashes) // every):
-                of_group.append(make_offload_key(hashes[(chunk + 1) * every - 1], group.index))
+            last = range((len(of_group) + 1) * every - 1, len(hashes), every)
+            of_group += [make_offload_key(hashes[i], group.index) for i in last]
 
     # ---- what was loaded ----
 
@@ -279,19 +279,12 @@ def cut(
 ) -> Moves:
     """Name the GPU blocks of parts of chunks, each with the host slot of its chunk."""
     blocks: list[int] = []
-    chunks = np.empty((5, len(pieces)), np.int64)
-    starts = []
     for piece in pieces:
-        starts.append(len(blocks))
         blocks.extend(tables[piece.group][piece.first_block : piece.end_block])
-    chunks[0] = host_slots
-    chunks[1] = [piece.group for piece in pieces]
-    chunks[2] = [piece.first_block for piece in pieces]
-    chunks[2] %= groups.per_chunk[chunks[1]]
-    chunks[3] = starts
-    chunks[4, :-1] = chunks[3, 1:]
-    chunks[4, -1:] = len(blocks)
-    chunks[4] -= chunks[3]
+    group, _, first, end = np.array(pieces, np.int64).reshape(-1, 4).T
+    counts = end - first
+    starts = counts.cumsum() - counts
+    chunks = np.array([host_slots, group, first % groups.per_chunk[group], starts, counts])
     return Moves(chunks, np.array(blocks, np.int32))
 
 
