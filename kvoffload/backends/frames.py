@@ -52,7 +52,10 @@ class Frames:
             if result is ReadResult.MISSING:
                 self._count("read_missing")
             return result
-        reason = self.seal.fault(header, into, key, self._digest)
+        return self.result(self.seal.fault(header, into, key, self._digest))
+
+    def result(self, reason: str | None) -> ReadResult:
+        """Return what a check of header and chunk comes to, with the reason why it failed."""
         if reason is None:
             return ReadResult.HIT
         if reason == "length":  # no damage: a namespace may have chunks of several lengths

@@ -77,10 +77,17 @@ def checksum(payload: Buffer) -> bytes:
 
     It guards against accidents, not against an attacker who can write to the store.
     """
-    # Before xxhash 4 the one-shot function holds the GIL for the whole chunk; this never does.
-    digest = xxhash.xxh3_128()
+    digest = running_checksum()
     digest.update(payload)
     return bytes(digest.digest())
+
+
+def running_checksum() -> xxhash.xxh3_128:
+    """Return what takes a payload in pieces (``update``), and then tells its checksum (``digest``).
+
+    Before xxhash 4 the one-shot function holds the GIL for the whole chunk. This never does.
+    """
+    return xxhash.xxh3_128()
 
 
 def check_key(key: bytes) -> None:
@@ -181,11 +188,13 @@ def parse_header(buffer: Buffer) -> Header | str:
     return Header(size, own_key, payload_bytes, digest, namespace, kind, nonce, key_id, tenant)
 
 
-def check_chunk(header: Buffer, payload: Buffer, key: bytes, namespace: bytes) -> str | None:
+def check_chunk(
+    header: Buffer, payload: Buffer, key: bytes, namespace: bytes, digest: bytes = b""
+) -> str | None:
     """Return why header and payload are not exactly the chunk wanted, or None.
 
     Reasons: those of :func:`mismatch`, :data:`OTHER_KEY` (the payload is encrypted), and
-    ``payload`` (its checksum is wrong).
+    ``payload`` (its checksum is wrong). ``digest``: the checksum of the payload, if it is known.
     """
     size = payload.nbytes if isinstance(payload, memoryview) else len(payload)
     found = parse_header(header)
@@ -194,7 +203,7 @@ def check_chunk(header: Buffer, payload: Buffer, key: bytes, namespace: bytes) -
         return reason
     if found.kind != XXH3_128:
         return OTHER_KEY
-    return None if checksum(payload) == found.checksum else "payload"
+    return None if (digest or checksum(payload)) == found.checksum else "payload"
 
 
 def mismatch(found: Header | str, key: bytes, namespace: bytes, payload_bytes: int) -> str | None:

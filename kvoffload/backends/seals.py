@@ -7,8 +7,6 @@ A :class:`ChecksumSeal` leaves the chunk as it is. The seal of
 import hashlib
 from typing import Protocol
 
-import xxhash
-
 from kvoffload.backends.header import (
     COMPACT_BYTES,
     NO_TENANT,
@@ -20,6 +18,7 @@ from kvoffload.backends.header import (
     mismatch,
     pack_header,
     parse_header,
+    running_checksum,
 )
 
 
@@ -154,7 +153,7 @@ def fault_by_check(
 class _RunningChecksum:
     def __init__(self, wanted: bytes) -> None:
         self._wanted = wanted
-        self._digest = xxhash.xxh3_128()
+        self._digest = running_checksum()
 
     def update(self, piece: memoryview) -> None:
         self._digest.update(piece)

@@ -358,13 +358,7 @@ class ThreadedBackend(ThreadPoolBackend):
 
     def load(self, key: bytes, into: memoryview) -> ReadResult:
         header = self.__frames.blank()
-        return self.verdict(self.get(key, header, into), key, header, into)
-
-    def verdict(
-        self, found: bool | ReadResult, key: bytes, header: memoryview, into: memoryview
-    ) -> ReadResult:
-        """Verify what was found under a key, and count why it is a miss."""
-        return self.__frames.verdict(found, key, header, into)
+        return self.__frames.verdict(self.get(key, header, into), key, header, into)
 
     async def write(
         self, keys: Sequence[bytes], chunks: Sequence[memoryview], tenants: Sequence[bytes] = ()

@@ -15,7 +15,7 @@ from functools import partial
 from typing import Protocol
 
 from kvoffload.backends.base import WriteResult, Written
-from kvoffload.backends.header import namespace_digest
+from kvoffload.backends.header import namespace_digest, running_checksum
 from kvoffload.io.lent_memory import ADVICE
 from kvoffload.io.service.free_blocks import FreeBlocks, TakenBlocks
 from kvoffload.io.service.memory_file import MemoryFile
@@ -26,6 +26,8 @@ from kvoffload.policies.tenant_order import TenantOrder, TenantShares
 log = logging.getLogger(__name__)
 BLOCK = 16 << 10
 """Bytes of a block: a chunk takes whole ones."""
+PIECE = 256 << 10
+"""Bytes copied, and then hashed, at once: a processor's second cache has them."""
 MOST_LENT = 0.5
 """The part of the memory that is lent at most: the rest can always make room."""
 Name = bytes
@@ -209,24 +211,34 @@ class HostMemory:
     def _chunk(self, name: Name) -> _Chunk:
         return self._tables[name[:_NUMBER]][name[_NUMBER:]]
 
-    def read(self, name: Name, header: memoryview, into: memoryview) -> bool:
-        """Copy the header and as much of a chunk as there is room for; False: it is not here."""
+    def read(self, name: Name, header: memoryview, into: memoryview) -> bytes | None:
+        """Copy the header and as much of a chunk as there is room for; None: it is not here.
+
+        Returns the checksum of what ``into`` has then. Each piece is hashed in its copy, which a
+        processor's cache still has.
+        """
         with self._lock:
             if (chunk := self._find(name)) is None:
-                return False
+                return None
             chunk.num_readers += 1
         try:
             header[: len(chunk.header)] = chunk.header
-            left, target = min(chunk.size, into.nbytes), _address_of(into)
-            for start, count in chunk.runs:
-                length = min(left, count * BLOCK)
-                # The interpreter runs other threads meanwhile.
-                ctypes.memmove(target, self._address + start * BLOCK, length)
-                target, left = target + length, left - length
+            digest, size = running_checksum(), min(chunk.size, into.nbytes)
+            target, at, hashed = _address_of(into), 0, 0
+            for first, count in chunk.runs:
+                source, end = self._address + first * BLOCK - at, min(at + count * BLOCK, size)
+                while at < end:
+                    length = min(end - at, PIECE)
+                    # The interpreter runs other threads meanwhile.
+                    ctypes.memmove(target + at, source + at, length)
+                    at += length
+                    if at == size or at - hashed >= PIECE:
+                        digest.update(into[hashed:at])
+                        hashed = at
         finally:
             with self._lock:
                 self._end_reading([chunk])
-        return True
+        return bytes(digest.digest())
 
     def verify(
         self, name: Name, size: int, check: Callable[[memoryview, memoryview], bool]

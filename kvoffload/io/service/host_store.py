@@ -4,9 +4,19 @@ import asyncio
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 
-from kvoffload.backends.base import LocalIndex, ReadResult, Removal, Spares, Usage, Written
+from kvoffload.backends.base import (
+    LocalIndex,
+    ReadResult,
+    Removal,
+    Spares,
+    Usage,
+    Written,
+    check_lengths,
+)
 from kvoffload.backends.changes import ChangedKeys
-from kvoffload.backends.threaded import ThreadedBackend
+from kvoffload.backends.frames import Frames
+from kvoffload.backends.header import check_chunk, namespace_digest
+from kvoffload.backends.threaded import ThreadPoolBackend
 from kvoffload.io.service.host_memory import HostMemory
 
 _MAX_REMOVALS = 1 << 16
@@ -17,7 +27,7 @@ _THREADS = 2
 """Copies at once: more would wait for the memory."""
 
 
-class HostStore(ThreadedBackend, LocalIndex, Spares):
+class HostStore(ThreadPoolBackend, LocalIndex, Spares):
     """Chunks of one namespace in memory that all namespaces share; they stay when it is closed.
 
     Each load is verified, as on any store: its key, namespace, length and checksum.
@@ -28,7 +38,8 @@ class HostStore(ThreadedBackend, LocalIndex, Spares):
     """
 
     def __init__(self, memory: HostMemory, namespace: str) -> None:
-        super().__init__(namespace, threads=_THREADS, store_threads=_THREADS, name="host memory")
+        super().__init__(threads=_THREADS, store_threads=_THREADS, name="host memory")
+        self._frames, self._digest = Frames(namespace, self.count), namespace_digest(namespace)
         self._memory = memory
         self._number = memory.number_of(namespace)
         self._changes = ChangedKeys()
@@ -38,10 +49,25 @@ class HostStore(ThreadedBackend, LocalIndex, Spares):
 
     # ---- one chunk ----
 
-    def get(self, key: bytes, header: memoryview, into: memoryview) -> bool:
-        return self._memory.read(self._number + key, header, into)
+    def load(self, key: bytes, into: memoryview) -> ReadResult:
+        header = self._frames.blank()
+        digest = self._memory.read(self._number + key, header, into)
+        if digest is None:
+            self.count("read_missing")
+            return ReadResult.MISSING
+        found = self._checked(key, header, into, digest)
+        if found is ReadResult.CORRUPT:
+            self.delete(key)
+        return found
 
-    def put(self, key: bytes, header: bytes, chunk: memoryview) -> Written:
+    def _checked(
+        self, key: bytes, header: memoryview, payload: memoryview, digest: bytes = b""
+    ) -> ReadResult:
+        reason = check_chunk(header, payload, key, self._digest, digest)
+        return self._frames.result(reason)
+
+    def store(self, key: bytes, chunk: memoryview, tenant: bytes = b"") -> Written:
+        header, _ = self._frames.pack(key, chunk, tenant)
         written = self._memory.write(self._number + key, header, chunk)
         if not written:
             self.count("refused_size")
@@ -49,12 +75,6 @@ class HostStore(ThreadedBackend, LocalIndex, Spares):
 
     def has(self, key: bytes) -> bool:
         return self._memory.holds(self._number, key)
-
-    def load(self, key: bytes, into: memoryview) -> ReadResult:
-        found = super().load(key, into)
-        if found is ReadResult.CORRUPT:
-            self.delete(key)
-        return found
 
     def delete(self, key: bytes) -> None:
         self._memory.drop([self._number + key])
@@ -74,11 +94,16 @@ class HostStore(ThreadedBackend, LocalIndex, Spares):
     async def write(
         self, keys: Sequence[bytes], chunks: Sequence[memoryview], tenants: Sequence[bytes] = ()
     ) -> list[Written]:
+        check_lengths(keys, chunks)
+
+        def store(i: int) -> Written:
+            return self.store(keys[i], chunks[i].cast("B"), tenants[i] if tenants else b"")
+
         names = [self._number + key for key in keys]
         if tenants:
             self._memory.own(names, tenants)
         try:
-            answers = await super().write(keys, chunks, tenants)
+            answers: list[Written] = await self.run_each("write", len(keys), store, False)
         finally:
             self._memory.disown(names)
         self._memory.reorder(names[::-1])
@@ -108,7 +133,7 @@ class HostStore(ThreadedBackend, LocalIndex, Spares):
             key = keys[i]
 
             def is_good(header: memoryview, there: memoryview) -> bool:
-                return bool(self.verdict(True, key, header, there))
+                return bool(self._checked(key, header, there))
 
             if not (is_whole := self._memory.verify(self._number + key, sizes[i], is_good)):
                 self.delete(key)

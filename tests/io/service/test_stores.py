@@ -8,8 +8,9 @@ import pytest
 
 from kvoffload import open_backend
 from kvoffload.backends.base import Usage, WriteResult
+from kvoffload.backends.header import COMPACT_BYTES, checksum
 from kvoffload.io.service import host_store
-from kvoffload.io.service.host_memory import BLOCK, HostMemory
+from kvoffload.io.service.host_memory import BLOCK, PIECE, HostMemory
 from kvoffload.io.service.host_store import HostStore
 from kvoffload.io.service.layered_store import layered
 from kvoffload.policies.handicap import HandicapPolicy
@@ -121,6 +122,42 @@ async def test_the_memory_takes_chunks_of_all_namespaces_and_of_any_size():
     await one.close()
     await two.close()
     assert memory.resident_bytes == 3 * CHUNK_BYTES + BLOCK
+
+
+@pytest.mark.parametrize("size", [1, BLOCK, PIECE, PIECE + 1, 5 * PIECE - BLOCK + 7])
+async def test_each_run_of_a_chunk_is_copied_and_verified(size):
+    small, (large,) = keys_of(10 * (size // BLOCK + 1)), keys_of(1, "large")
+    memory, header = new_memory(len(small), BLOCK), memoryview(bytearray(COMPACT_BYTES))
+    store, (payload,), (into,) = HostStore(memory, "n"), filled([large], size), slots(1, size)
+    await written(store, small, BLOCK)
+    await store.remove([key for i, key in enumerate(small) if i % 5])
+    await written(store, [large], size)
+    name, chunk = store._number + large, memory._find(store._number + large)
+    assert len(chunk.runs) >= size / (4 * BLOCK)
+    assert memory.read(name, header, into) == checksum(payload)
+    assert into == payload
+    for first, _ in chunk.runs:
+        memory._map[first * BLOCK] ^= 1
+        assert memory.read(name, header, into) == checksum(into) != checksum(payload)
+        memory._map[first * BLOCK] ^= 1
+    assert memory.read(name, header, into[: size // 2]) == checksum(payload[: size // 2])
+    assert await store.read([large], [into]) == [True]
+    damage(memory, store, large)
+    assert await store.read([large], [into]) == [size <= 100]
+    await store.close()
+
+
+async def test_a_slot_that_changes_during_its_store_is_found_by_the_first_load():
+    class Late(HostMemory):
+        def write(self, name, header, chunk):
+            chunk[-1] ^= 1
+            return super().write(name, header, chunk)
+
+    store, keys = HostStore(Late(CHUNK_BYTES, LRUPolicy), "n"), keys_of(1)
+    await written(store, keys)
+    assert await store.read(keys, slots(1)) == [False]
+    assert store.counters()["corrupt_payload"] == 1
+    await store.close()
 
 
 async def test_what_queues_need_leaves_last_in_all_namespaces():
