@@ -20,12 +20,12 @@ FOLDER = Path(kvoffload.__file__).parents[1] / "benchmarks"
 """Of the checkout that the package is imported from."""
 NEED_MORE = ("vllm",)
 """Benches that need an engine installed; ``all`` leaves them out."""
-LINUX_ONLY = ("disk", "e2e", "folder", "serve", "vllm")
+LINUX_ONLY = ("disk", "e2e", "folder", "serve", "store_by_slot", "vllm")
 """Benches that use the page cache or memory files; ``all`` leaves them out elsewhere."""
 
 NAMES_HELP = (
     "copy, core, disk, e2e, encryption, engine_step, folder, hops, io_forms, load, manager, "
-    "object, redis, redis_faults, serve, vllm; or all (not vllm)."
+    "object, redis, redis_faults, serve, store_by_slot, vllm; or all (not vllm)."
 )
 
 
