@@ -1,5 +1,6 @@
 """Chunks that engines copy out of the server's memory: right bytes, and no block is lost."""
 
+import contextlib
 import mmap
 import os
 import resource
@@ -344,7 +345,8 @@ def test_an_engine_of_another_version_gets_no_memory(server):
     other = struct.pack("<16sI", greeting.MAGIC, VERSION - 1)
     socket.send_fds(engine.sock, [other], [engine.fd, engine._theirs])
     os.close(engine._theirs)
-    engine.send(Borrow(), OPEN)
+    with contextlib.suppress(BrokenPipeError):  # the server may have refused it by now
+        engine.send(Borrow(), OPEN)
     assert engine.hear(Refused)
     assert engine.passed() == []
     engine.close()
