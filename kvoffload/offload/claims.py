@@ -98,7 +98,9 @@ class Claims:
         self.too_large: Tenant | None = None
         """The tenant that may have claims beyond its limit, as it was alone before."""
         self._claimants: list[QueuedRequest] = []
-        """Requests with claims, the first of the queue first."""
+        """Requests in the queue with claims, the first of the queue first."""
+        self.leaving: dict[QueuedRequest, None] = {}
+        """Requests that have left the queue, and whose claims end little by little."""
         self._more: dict[OffloadKey, int] = {}
         """How many requests beyond the first have a claim on a chunk."""
         self.served: QueuedRequest | None = None
@@ -119,8 +121,13 @@ class Claims:
         return tenant
 
     def leaves(self, request: QueuedRequest) -> None:
-        """End the claims of a request; those of further ones may grow."""
-        self.end(request, request.num_kept)
+        """Take a request out of the queue; its claims give way before all others."""
+        drop(self._claimants, request)
+        self.leaving[request] = None
+
+    def left(self, request: QueuedRequest) -> None:
+        """Forget a request that has left, and has no claim any more; those of others may grow."""
+        del self.leaving[request]
         self._limit_bytes = self.share_bytes
         tenant = request.tenant
         tenant.num_requests -= 1
@@ -244,7 +251,13 @@ class Claims:
         return ended > 0
 
     def _last(self, before: QueuedRequest | None, of: Tenant | None) -> QueuedRequest | None:
-        """Return the last request with claims that comes after one, and is of a tenant."""
+        """Return the last request with claims that comes after one, and is of a tenant.
+
+        One that has left comes after all.
+        """
+        for request in self.leaving:
+            if request.num_kept and (of is None or request.tenant is of):
+                return request
         for request in reversed(self._claimants):
             if before is not None and not before < request:
                 break
@@ -256,9 +269,11 @@ class Claims:
         """End the claims of so many chunks, of the last requests first; return how many."""
         ended = 0
         while ended < count and (request := self._last(before, of)) is not None:
-            ended += self.end(request, min(count - ended, request.num_kept))
-            self._look_again(request)
-        self._counts["given_up"] += ended
+            num_ended = self.end(request, min(count - ended, request.num_kept))
+            ended += num_ended
+            if request not in self.leaving:
+                self._counts["given_up"] += num_ended
+                self._look_again(request)
         return ended
 
     def shrink(self, left: int) -> int:
@@ -279,20 +294,24 @@ class Claims:
         return left
 
     def lost(self, keys: Collection[OffloadKey]) -> list[QueuedRequest]:
-        """Take in that chunks are gone, or will not come; return requests that claimed one."""
+        """Take in that chunks are gone, or will not come; return requests that claimed one.
+
+        Those that have left are not returned.
+        """
         if not keys or not (gone := self._host.claims.keys() & set(keys)):
             return []
         losers = []
-        for request in self._claimants.copy():
+        for request in [*self._claimants, *self.leaving]:
             if not gone.isdisjoint(islice(request.keys, request.num_kept)):
                 at = next(i for i, key in enumerate(request.keys) if key in gone)
                 self.end(request, request.num_kept - at, gone)
-                losers.append(request)
+                if request not in self.leaving:
+                    losers.append(request)
         return losers
 
     def forget(self, requests: Iterable[QueuedRequest]) -> None:
         """Begin again with these requests: host memory has forgotten all claims."""
-        for request in requests:
+        for request in (*requests, *self.leaving):
             request.num_kept = 0
         for tenant in self.tenants.values():
             tenant.held_bytes, tenant.full = 0, []
@@ -306,7 +325,8 @@ class Claims:
     def check(self, requests: Collection[QueuedRequest]) -> None:
         """Raise UsageError if the claims of these requests contradict host memory; for tests."""
         host, uses = self._host, dict[OffloadKey, int]()
-        for key in chain.from_iterable(each.keys[: each.num_kept] for each in requests):
+        claimants = [*requests, *self.leaving]
+        for key in chain.from_iterable(each.keys[: each.num_kept] for each in claimants):
             uses[key] = uses.get(key, 0) + 1
         held = host.bytes_of_all(list(uses))
         of_tenants = [tenant.held_bytes for tenant in self.tenants.values()]

@@ -255,10 +255,10 @@ class TieredOffloadingManager(OffloadingManager):
         if ended.lost or ended.missed:
             self._events.reasons.note([*ended.lost, *ended.missed], reason or Reason.FAILED)
             self._events.removed(ended.lost, Reason.FAILED)
-        self._events.stored(ended.arrived)
-        if self.waiting.requests:
             if not job.reset:  # or they are other chunks of these names
                 self.waiting.lost([*ended.lost, *ended.missed])
+        self._events.stored(ended.arrived)
+        if self.waiting.requests:
             self.waiting.stored(ended.arrived)
         if self._promote and ended.fetched and len(self.tiers) > 1:
             self._write_through.promote(ended.fetched, self._tiers_for(tiers))
@@ -505,8 +505,8 @@ class TieredOffloadingManager(OffloadingManager):
     def retire(self, keys: Sequence[OffloadKey], req_context: ReqContext | None = None) -> None:
         hints = NO_HINTS
         if req_context is not None:
-            if self.waiting.requests:
-                self.waiting.leave(req_context.req_id)
+            if self.waiting.requests or self.waiting.claims.leaving:
+                self.waiting.ended(req_context.req_id)
             if req_context.kv_transfer_params or self._hints.known:
                 hints = self.hints(req_context)
                 self._hints.forget(req_context.req_id)

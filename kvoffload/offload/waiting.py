@@ -129,7 +129,11 @@ class WaitingQueue:
             request.is_asked = True
 
     def leave(self, req_id: str) -> None:
-        """End the claims of a request that runs or has ended; harmless for one that is unknown."""
+        """Take out a request that runs or has ended; harmless for one that is unknown.
+
+        Of a long prompt's claims, this call ends some, and each :meth:`serve` some more. Until then
+        they give way before those of all others.
+        """
         if (request := self.requests.pop(req_id, None)) is None:
             return
         drop(self._unfinished, request)
@@ -138,9 +142,31 @@ class WaitingQueue:
         self._note_lack(request, None)
         self._counts["read_in_vain"] += len(request.read_early)
         self.claims.leaves(request)
-        tenants = self.claims.tenants
-        for tenant in tenants.values() if len(tenants) < 2 else (request.tenant,):
-            self._look_again(tenant)
+        self._end_claims(PORTION)
+
+    def ended(self, req_id: str) -> None:
+        """Take out a request that has ended, and end all its claims now."""
+        self.leave(req_id)
+        for request in [each for each in self.claims.leaving if each.context.req_id == req_id]:
+            self._end_some(request, request.num_kept)
+
+    def _end_claims(self, left: int) -> int:
+        """End claims of requests that have left; return how many chunks may be looked at yet."""
+        leaving = self.claims.leaving
+        while left and leaving:
+            left -= self._end_some(next(iter(leaving)), left)
+        return left
+
+    def _end_some(self, request: QueuedRequest, most: int) -> int:
+        """End the last claims of a request that has left; return how many."""
+        num_ended = min(most, request.num_kept)
+        self.claims.end(request, num_ended)
+        if not request.num_kept:
+            self.claims.left(request)
+            tenants = self.claims.tenants
+            for tenant in tenants.values() if len(tenants) < 2 else (request.tenant,):
+                self._look_again(tenant)
+        return num_ended
 
     def _is_here(self, request: QueuedRequest) -> bool:
         return self.requests.get(request.context.req_id) is request
@@ -191,9 +217,10 @@ class WaitingQueue:
         if self._lacking:
             self._look_at_lacking()
         claims = self.claims
+        left = self._end_claims(PORTION)
         if not self._unfinished and claims.too_large is None:
             return
-        left = claims.shrink(PORTION)
+        left = claims.shrink(left)
         for request in self._next_looks():
             if not left or not claims.have_room(request):
                 return
@@ -237,6 +264,7 @@ class WaitingQueue:
         for request in requests:
             request.lacks, request.read_early = None, frozenset()
         self.claims.forget(requests)
+        self._end_claims(PORTION)
         self._lacking.clear()
         self._unfinished = sorted(set(requests).difference(self._newcomers))
 

@@ -427,6 +427,8 @@ class Walk(ManagerTruth):
             self.abort(0)
         self.now_s += 1e6  # sessions that were to return are late
         self.manager.serve_queue()
+        while self.manager.waiting.claims.leaving:
+            self.manager.serve_queue()
         assert not self.manager._host.claims
         assert not self.manager.waiting.requests
         self.take_transfers()

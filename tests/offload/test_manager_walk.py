@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from manager_walk import LENGTH, PROMPTS, Walk
 
+from kvoffload.offload import waiting
 from kvoffload.policies.arc import ARCPolicy
 from kvoffload.policies.handicap import HandicapPolicy
 from kvoffload.policies.lru import LRUPolicy
@@ -53,6 +54,12 @@ def _quiet():
     logging.disable(logging.WARNING)
     yield
     logging.disable(logging.NOTSET)
+
+
+@pytest.fixture(autouse=True)
+def _small_portions(monkeypatch):
+    """Claims on these short prompts come and end over several calls, as those on long ones do."""
+    monkeypatch.setattr(waiting, "PORTION", 2)
 
 
 def calls(name, **drawn):

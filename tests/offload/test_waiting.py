@@ -9,7 +9,7 @@ from manager_parts import Store, figures, keys
 
 from kvoffload import registry
 from kvoffload.errors import UsageError
-from kvoffload.offload import needed_chunks
+from kvoffload.offload import needed_chunks, waiting
 from kvoffload.offload.base import ReqContext, tenant_id
 from kvoffload.offload.host_cache import HostCache
 from kvoffload.offload.manager import Tier, TieredOffloadingManager
@@ -197,6 +197,80 @@ def test_nothing_kept_outlives_its_request(end):
     manager.retire(b, ReqContext("r"))
     assert not manager._host.claims
     assert len(manager._host._order) == len(manager._host.evictable)
+    manager.check()
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_claims_on_a_long_prompt_end_over_several_calls_once_its_request_runs(policy):
+    manager = new_manager(policy, slots=2400, share=1.0)
+    a, b = keys("a", 2000), keys("b", 200)
+    for name, chunks in (("a", a), ("b", b)):
+        put(manager, chunks)
+        queue(manager, name, chunks)
+    for _ in range(10):
+        manager.serve_queue()
+    manager.request_admitted(ReqContext("a"))
+    left = [kept(manager, a)]
+    while left[-1]:
+        manager.check()
+        manager.serve_queue()
+        left.append(kept(manager, a))
+    ended = [before - now for before, now in zip([2000, *left], left, strict=False)]
+    assert max(ended) <= waiting.PORTION
+    assert kept(manager, b) == 200
+    evicted = put(manager, keys("running", 400)).evicted_keys
+    assert list(evicted) == a[: -len(evicted) - 1 : -1], "its tail leaves first"
+    manager.check()
+
+
+def test_claims_of_a_request_that_runs_give_way_before_those_of_the_queue():
+    manager = new_manager(slots=1000, share=1.0)
+    a, b = keys("a", 600), keys("b", 400)
+    for name, chunks in (("b", b), ("a", a)):
+        put(manager, chunks)
+        queue(manager, name, chunks)
+    for _ in range(5):
+        manager.serve_queue()
+    manager.request_admitted(ReqContext("a"))
+    assert kept(manager, a) == 600 - waiting.PORTION
+    evicted = put(manager, keys("running", 500)).evicted_keys
+    assert set(evicted) == {*a[100:]}
+    assert kept(manager, b) == 400
+    assert figures(manager)["queue_chunks"].get("given_up", 0) == 0
+    manager.check()
+
+
+@pytest.mark.parametrize("end", ["retired", "reset", "lost", "queued"])
+def test_what_a_running_request_still_keeps_ends_with_it(end):
+    manager = new_manager(slots=2000, share=1.0)
+    a, context = keys("a", 1000), ReqContext("a")
+    put(manager, a)
+    queue(manager, "a", a)
+    for _ in range(5):
+        manager.serve_queue()
+    job = manager.begin_load(a, context)
+    manager.request_admitted(context)
+    assert kept(manager, a) == 1000 - waiting.PORTION
+    if end == "retired":
+        manager.retire(a, context)
+    elif end == "reset":
+        manager.reset_cache()
+    elif end == "queued":  # preempted, and admitted again
+        manager.request_queued(lambda: a, context, was_preempted=True)
+        for _ in range(10):
+            manager.serve_queue()
+        assert kept(manager, a) == 1000
+        manager.retire(a, context)
+    manager.check()
+    manager.complete(job, [end != "lost"] * 1000, True, "corrupt")
+    assert not manager._host.claims
+    manager.check()
+    manager.serve_queue()
+    assert not manager.waiting.claims.tenants
+    assert not manager.waiting.claims.leaving
+    if end in ("reset", "lost"):
+        put(manager, a)
+    assert not manager._host.claims
     manager.check()
 
 

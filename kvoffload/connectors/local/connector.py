@@ -283,7 +283,7 @@ class LocalConnector:
         if self._operators.orders.order is not None:
             self._operators.orders.step()
         waiting = self._manager.waiting
-        if waiting.requests or self._manager.coming.times:
+        if waiting.requests or waiting.claims.leaving or self._manager.coming.times:
             self._manager.serve_queue()
         if waiting.needed.to_tell and self._spec.io is not None:
             self._spec.io.awaits(waiting.needed.take())

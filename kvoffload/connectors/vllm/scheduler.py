@@ -321,8 +321,10 @@ class KVOffloadScheduler(OffloadingConnectorScheduler):  # type: ignore[misc]  #
             if status is not None and status.req.status == RequestStatus.PREEMPTED:  # still
                 self._queue(status, was_preempted=True)
         manager = self.adapter.manager
-        if manager is not None and (manager.waiting.requests or manager.coming.times):
-            self.adapter.serve_queue(manager)
+        if manager is not None:
+            waiting = manager.waiting
+            if waiting.requests or waiting.claims.leaving or manager.coming.times:
+                self.adapter.serve_queue(manager)
         # The last stores of ended requests are made below, and read blocks that may be given out.
         has_readers = self._block_id_to_pending_jobs or scheduler_output.finished_req_ids
         due = self._due.of_step(scheduler_output, has_orders(self), all_blocks=bool(has_readers))
