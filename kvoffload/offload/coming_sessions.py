@@ -125,12 +125,6 @@ class ComingSessions:
                 context = ReqContext(_request_id(number), tenant=tenant)
                 self._queue.add(partial(tuple, fitting), context, Place.AWAITED)
 
-    def clear(self) -> None:
-        """Forget all sessions."""
-        for name in [*self._sessions]:
-            self.forget(name)
-        self.times.clear()
-
 
 def _request_id(number: int) -> str:
     return f"return {number}"

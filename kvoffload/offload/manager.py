@@ -440,12 +440,10 @@ class TieredOffloadingManager(OffloadingManager):
         :meth:`replace_tiers`.
         """
         self._num_resets += 1
-        self.coming.clear()
         gone = self._host.forget_all(self._num_resets)
         for job in self._jobs.values():
             job.reset = job.reset or self._num_resets
         self.waiting.begin_again()
-        self.returns.clear()
         self._events.reasons.note(gone, Reason.RESET)
         self._events.removed(gone, Reason.RESET)
         if self._admission is not None:

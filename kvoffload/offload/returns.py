@@ -100,12 +100,6 @@ class Returns:
         self._num_to_tell = 0
         return taken
 
-    def clear(self) -> None:
-        """Tell stores nothing of what host memory has forgotten."""
-        self._found.clear()
-        self._came.clear()
-        self.take_told()
-
 
 def _name(hints: Hints, keys: Sequence[OffloadKey]) -> bytes:
     """Name the claimant: its session among those whose prompts begin alike, or its last chunk."""

@@ -141,9 +141,6 @@ class ReturnOrder:
         """Of the store in entries; a store whose entries differ in size may change it."""
         self._share = share
         self._now_s = now_s
-        self._forget()
-
-    def _forget(self) -> None:
         self._claims: dict[bytes, _Claim] = {}
         self._by_due = _ByDue()
         # Chunk under a claim → the chunk before it in its prompt.
@@ -360,5 +357,7 @@ class ReturnOrder:
         return key in self.normal
 
     def clear(self) -> None:
+        """Take all keys out; what claimants said holds for keys that are added from now on."""
         self.normal.clear()
-        self._forget()
+        self._away.update(self._before)
+        self._watched.clear()

@@ -93,15 +93,22 @@ def test_a_session_that_does_not_come_leaves_the_queue(clock):
     assert not manager.coming.times
 
 
-def test_a_reset_forgets_all_sessions(clock):
-    chunks = keys("p", 12)
-    manager = manager_of(chunks)
-    request(manager, "1", chunks, returns_in_s=3)
-    reads(manager, clock, 103)
-    request(manager, "2", keys("q", 12), returns_in_s=60)
+def test_sessions_are_awaited_through_a_reset(clock):
+    """The tier is as it was: the session that queues, and the one to come, find their chunks."""
+    queued, later, absent = (keys(name, 12) for name in "pqr")
+    manager = manager_of([*queued, *later])
+    request(manager, "1", queued, returns_in_s=3)
+    assert reads(manager, clock, 103) == queued
+    request(manager, "2", later, returns_in_s=60)
+    request(manager, "3", absent, returns_in_s=60)
     manager.reset_cache()
-    assert reads(manager, clock, 200) == []
     manager.check()
+    assert not manager._host.claims
+    assert reads(manager, clock, 106) == queued
+    assert reads(manager, clock, 163) == later
+    assert reads(manager, clock, 200) == []
+    assert not manager._host.claims
+    assert not manager.waiting.requests
 
 
 def test_without_a_share_for_the_queue_nothing_is_read(clock):

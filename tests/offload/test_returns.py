@@ -190,12 +190,19 @@ def test_priorities_and_claims_go_together():
     assert engine.serve(prompt("low", 4)) == 0
 
 
-def test_a_reset_forgets_the_claims():
-    engine = Engine()
-    engine.serve(prompt("a", 4), returns_in_s=9, session="a")
+@pytest.mark.parametrize("sized", [False, True])
+def test_after_a_reset_a_told_return_holds_for_chunks_stored_anew(sized):
+    geometry = HostGeometry.plan(96 * 4096, [4096, 8192])
+    engine = Engine(12, host=ExtentCache(geometry, LRUPolicy) if sized else None)
+    a = prompt("a", 4)
+    engine.serve(a, returns_in_s=60, session="a")
+    engine.serve(prompt("b", 4), returns_in_s=600, session="b")
     engine.manager.reset_cache()
     engine.manager.check()
-    assert engine.serve(prompt("a", 4), session="a") == 0
+    assert engine.serve(a) == 0
+    for i in range(60):
+        engine.serve(prompt(f"new {i}", 4))
+    assert engine.serve(a, session="a") == 4
 
 
 @pytest.mark.parametrize("share", [-0.1, 1.1, math.nan])
@@ -247,4 +254,4 @@ def test_stores_are_told_what_requests_say_and_no_more_than_is_taken(monkeypatch
     assert [len(each.keys) for each in engine.manager.returns.take_told()] == [50]
     engine.serve(prompt("d", 4), returns_in_s=1)
     engine.manager.reset_cache()
-    assert not engine.manager.returns.to_tell
+    assert len(engine.manager.returns.take_told()) == 1, "chunks stored anew are needed then, too"

@@ -252,6 +252,8 @@ def test_pins_and_claims_in_any_order_lose_no_key():
         assert set(order.victims(100)) == inside
         order.clear()
         assert len(order) == 0
+        assert not any(key in order for prompt in prompts for key in prompt)
+        assert list(order.victims(100)) == []
 
 
 def test_the_claims_hang_together_whatever_happened():
