@@ -52,7 +52,7 @@ from kvoffload.io.protocol import (
 from kvoffload.io.remote_tier import RemoteTier
 from kvoffload.metrics.names import IO_LOOP_DELAY, IO_RESTARTS, NAMESPACE
 from kvoffload.metrics.samples import Durations, Sample
-from kvoffload.policies.told_return import ToldReturn
+from kvoffload.policies.told_return import LatestReturns, ToldReturn
 
 log = logging.getLogger(__name__)
 
@@ -109,6 +109,8 @@ class IOClient:
         """Request in the engine's queue → chunks that it needs; guarded by the link's lock."""
         self._untold: set[int] = set()
         """Those of which a clogged link could not tell; guarded by it, too."""
+        self._returns = LatestReturns()
+        """When sessions need their chunks again, for stores that open; guarded by it as well."""
         self._jobs = IOJobs(self._link.lock, lambda number: self._link.send(frame(Cancel(number))))
         self._is_opening = self._is_starting = True
         """Whether stores are yet to open; whether one's constructor may keep the server silent."""
@@ -229,8 +231,12 @@ class IOClient:
 
     def expects(self, returns: list[ToldReturn]) -> None:
         """Tell the stores when sessions need their chunks again; a hint, which may be dropped."""
-        if not self._link.is_clogged:
-            self._link.send(frame(Expect(returns)))
+        link = self._link
+        with link.lock:  # a store that opens is told either by this call, or of it
+            self._returns.note(returns)
+            must_wake = not link.is_clogged and link.push(frame(Expect(returns)))
+        if must_wake:
+            link.wake()
 
     def _send_forgotten(self, tier: RemoteTier) -> None:
         with self._link.lock:  # no other thread has taken keys that it has yet to send
@@ -440,6 +446,8 @@ class IOClient:
             for opened in message.tiers:
                 self.tiers[opened.name].opened(opened.has_index, opened.is_shared)
                 self.opening.opened(opened.name)
+            if message.tiers and (returns := self._returns.to_come()):
+                self._link.push(frame(Expect(returns)))
             self._remains += message.remains
             self._is_opening = not all(tier.is_open for tier in self.tiers.values())
             if not self._is_opening:

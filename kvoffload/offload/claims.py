@@ -121,12 +121,12 @@ class Claims:
         return tenant
 
     def leaves(self, request: QueuedRequest) -> None:
-        """Take a request out of the queue; its claims give way before all others."""
+        """Take a request out of the queue; its claims give way first."""
         drop(self._claimants, request)
         self.leaving[request] = None
 
     def left(self, request: QueuedRequest) -> None:
-        """Forget a request that has left, and has no claim any more; those of others may grow."""
+        """Forget a request that has left, and has no claim any more: other claims may grow."""
         del self.leaving[request]
         self._limit_bytes = self.share_bytes
         tenant = request.tenant

@@ -132,7 +132,7 @@ class WaitingQueue:
         """Take out a request that runs or has ended; harmless for one that is unknown.
 
         Of a long prompt's claims, this call ends some, and each :meth:`serve` some more. Until then
-        they give way before those of all others.
+        they give way first.
         """
         if (request := self.requests.pop(req_id, None)) is None:
             return

@@ -1,6 +1,8 @@
 """What an ended request says of its session's return: one message for the order of each store."""
 
-from collections.abc import Sequence
+import time
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from kvoffload.policies.return_order import ExpectedReturns
@@ -26,3 +28,40 @@ class ToldReturn(NamedTuple):
             claims.expect(self.claim, self.keys, self.in_s)
         if self.num_used:
             claims.used(self.keys[: self.num_used])
+
+
+class LatestReturns:
+    """The last word of each claimant, for stores that cannot take it in yet.
+
+    The oldest ones are forgotten beyond :data:`MOST_CLAIMANTS` and :data:`MOST_CHUNKS`.
+    """
+
+    MOST_CLAIMANTS, MOST_CHUNKS = 1024, 1 << 14
+
+    def __init__(self) -> None:
+        self._told: OrderedDict[bytes, tuple[ToldReturn, float]] = OrderedDict()
+        """Claimant → what it said, and when its session returns."""
+        self._num_chunks = 0
+
+    def note(self, returns: Iterable[ToldReturn]) -> None:
+        """Take in what requests that have ended said, the latest last."""
+        now_s = time.monotonic()
+        for told in returns:
+            if before := self._told.pop(told.claim, None):
+                self._num_chunks -= len(before[0].keys)
+            if told.in_s is not None:
+                self._told[told.claim] = told, now_s + told.in_s
+                self._num_chunks += len(told.keys)
+        while len(self._told) > 1 and self._are_too_many:
+            _, (told, _) = self._told.popitem(last=False)
+            self._num_chunks -= len(told.keys)
+
+    @property
+    def _are_too_many(self) -> bool:
+        return len(self._told) > self.MOST_CLAIMANTS or self._num_chunks > self.MOST_CHUNKS
+
+    def to_come(self) -> list[ToldReturn]:
+        """Return what is to be said now of the sessions that are not late."""
+        now_s, told = time.monotonic(), self._told.values()
+        due = [(each, due_s - now_s) for each, due_s in told if due_s > now_s]
+        return [each._replace(in_s=in_s, num_used=0) for each, in_s in due]

@@ -14,7 +14,7 @@ from kvoffload.policies.base import Policy
 from kvoffload.policies.kept_order import KeptOrder
 from kvoffload.policies.return_order import ReturnOrder
 from kvoffload.policies.tenant_order import TenantOrder, TenantShares
-from kvoffload.policies.told_return import ToldReturn
+from kvoffload.policies.told_return import LatestReturns, ToldReturn
 
 Name = bytes
 """Two bytes of namespace number, then the key."""
@@ -81,6 +81,8 @@ class Index:
         """Chunks that fit, as estimated from the first one."""
         self._returns: ReturnOrder | None = None
         """Wraps the policy from the first told return on."""
+        self._early_returns, self._hint_share = LatestReturns(), 0.0
+        """What was told before the first chunk."""
         self._needed: frozenset[Name] = frozenset()
         """Names that requests wait for, whether they are known or a scan is yet to find them."""
         self._spared: set[Name] = set()
@@ -284,21 +286,23 @@ class Index:
                 self._policy_failed(error)
 
     def expect(self, returns: Iterable[ToldReturn], share: float) -> None:
-        """Order chunks by when they are needed again; see :meth:`Spares.expect`.
-
-        An index that has never had a chunk ignores it.
-        """
+        """Order chunks by when they are needed again; see :meth:`Spares.expect`."""
         for told in returns:
             with self._lock:
-                if (order := self._order) is None:
-                    return
-                if self._returns is None:
-                    self._returns = ReturnOrder(order.normal, self._entries, share)
-                    order.normal = self._returns
-                try:
-                    told.apply(self._returns)
-                except Exception as error:
-                    self._policy_failed(error)
+                self._hint_share = share
+                if self._order is None:
+                    self._early_returns.note((told,))
+                else:
+                    self._expect(self._order, told)
+
+    def _expect(self, order: KeptOrder, told: ToldReturn) -> None:
+        if self._returns is None:
+            self._returns = ReturnOrder(order.normal, self._entries, self._hint_share)
+            order.normal = self._returns
+        try:
+            told.apply(self._returns)
+        except Exception as error:
+            self._policy_failed(error)
 
     def put_back(self, name: Name) -> None:
         """Return a victim to the order: another process uses it."""
@@ -399,4 +403,7 @@ class Index:
                 self._tenants.limit(self._entries)
                 policy = TenantOrder(policy, self._tenants)
             self._order = KeptOrder(policy, self._spared)
+            early, self._early_returns = self._early_returns, LatestReturns()
+            for told in early.to_come():
+                self._expect(self._order, told)
         return self._order
