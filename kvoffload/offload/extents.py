@@ -6,16 +6,15 @@ that is furthest above its share. A size's share is its part of the bytes reques
 order for all chunks, it would have the same part.
 """
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import cast
 
 from kvoffload.messages import OffloadKey
+from kvoffload.offload.eviction_order import EvictionOrder
 from kvoffload.offload.geometry import HostGeometry
 from kvoffload.offload.host_cache import HostCache
-from kvoffload.offload.priority import SHARE_ABOVE, PriorityPolicy
+from kvoffload.offload.orders_by_size import OrdersBySize
 from kvoffload.policies.base import Policy
-from kvoffload.policies.kept_order import KeptOrder
-from kvoffload.policies.return_order import ExpectedReturns, ReturnOrder
 
 STEAL_TRIES = 4
 """Extents tried when one is to be taken away; one with a chunk in use cannot be taken."""
@@ -26,90 +25,16 @@ DEMAND_MEMORY = 2.0
 class _Size:
     """The slots of one size, in some of the extents."""
 
-    def __init__(self, rows: int, per_extent: int, policy: Policy) -> None:
+    def __init__(self, rows: int, per_extent: int, policy: Policy, most: int) -> None:
         self.rows = rows
         self.per_extent = per_extent
-        self.priorities = PriorityPolicy(policy)
-        self.policy: Policy = self.priorities
-        self.kept: KeptOrder | None = None
+        self.order = EvictionOrder(policy, most)
         self.num_extents = 0
         self.num_free = 0
         self.num_ready = 0
         self.demand = 0.0
         # Extents with free slots, and these.
         self.free: dict[int, list[int]] = {}
-
-
-class _OrderBySize:
-    """The orders of all sizes as one policy."""
-
-    def __init__(self, size_of: Callable[[bytes], _Size], sizes: Sequence[_Size]) -> None:
-        self._size_of = size_of
-        self._sizes = sizes
-
-    def split(self, keys: Iterable[bytes]) -> dict[_Size, list[bytes]]:
-        by_size: dict[_Size, list[bytes]] = {}
-        for key in keys:
-            by_size.setdefault(self._size_of(key), []).append(key)
-        return by_size
-
-    def add(self, keys: Sequence[bytes]) -> None:
-        for size, mine in self.split(keys).items():
-            size.policy.add(mine)
-
-    def touch(self, keys: Sequence[bytes]) -> None:
-        for size, mine in self.split(keys).items():
-            size.policy.touch(mine)
-
-    def remove(self, keys: Sequence[bytes]) -> None:
-        for size, mine in self.split(keys).items():
-            size.policy.remove(mine)
-
-    def victims(self, count: int) -> Sequence[bytes]:
-        """Take victims from the largest order first; the cache itself asks each size's policy."""
-        taken: list[bytes] = []
-        for size in sorted(self._sizes, key=lambda size: -len(size.policy)):
-            taken.extend(size.policy.victims(count - len(taken)))
-        return taken
-
-    def __len__(self) -> int:
-        return sum(len(size.policy) for size in self._sizes)
-
-    def __contains__(self, key: object) -> bool:
-        return any(key in size.policy for size in self._sizes)
-
-    def clear(self) -> None:
-        for size in self._sizes:
-            size.policy.clear()
-
-    def forget(self, keys: Iterable[bytes]) -> None:
-        """Drop priorities; see :meth:`PriorityPolicy.forget`."""
-        for size, mine in self.split(keys).items():
-            size.priorities.forget(mine)
-
-
-class _ReturnsBySize:
-    """The claims on chunks of all sizes; a claim covers the chunks of each size in their order."""
-
-    def __init__(self, by_size: _OrderBySize, claims: dict[_Size, ExpectedReturns]) -> None:
-        self._by_size = by_size
-        self._claims = claims
-
-    def expect(self, claim: bytes, keys: Sequence[bytes], in_s: float) -> None:
-        parts = self._by_size.split(keys)
-        for size, claims in self._claims.items():
-            claims.expect(claim, parts.get(size, ()), in_s)
-
-    def withdraw(self, claim: bytes) -> None:
-        for claims in self._claims.values():
-            claims.withdraw(claim)
-
-    def used(self, keys: Sequence[bytes]) -> None:
-        for size, mine in self._by_size.split(keys).items():
-            self._claims[size].used(mine)
-
-    def has_claim(self, claim: bytes) -> bool:
-        return any(claims.has_claim(claim) for claims in self._claims.values())
 
 
 class ExtentCache(HostCache):
@@ -130,7 +55,8 @@ class ExtentCache(HostCache):
         by_rows = {}
         for rows in geometry.sizes:
             per_extent = extent_rows // rows
-            by_rows[rows] = _Size(rows, per_extent, new_policy(per_extent * self._num_extents))
+            most = per_extent * self._num_extents
+            by_rows[rows] = _Size(rows, per_extent, new_policy(most), most)
         self._sizes = list(by_rows.values())
         self._smallest = self._sizes[0]
         # By the key's last four bytes, its group.
@@ -138,8 +64,10 @@ class ExtentCache(HostCache):
             group.to_bytes(4, "big"): by_rows[rows]
             for group, rows in enumerate(geometry.rows_of_group)
         }
-        self._by_size = _OrderBySize(self._size_of, self._sizes)
-        super().__init__(geometry.num_rows, self._by_size, geometry.row_bytes)
+        rows_of = {size.order: size.rows for size in self._sizes}
+        order = OrdersBySize(lambda key: self._size_of(key).order, rows_of, geometry.num_rows)
+        super().__init__(geometry.num_rows, order.policy, geometry.row_bytes)
+        self.order = order
         self._unowned = list(range(geometry.num_extents - 1, self._first_extent - 1, -1))
         self._owner: list[_Size | None] = [None] * geometry.num_extents
         # Slot → the ready chunk in it, so that an extent can be emptied.
@@ -153,7 +81,7 @@ class ExtentCache(HostCache):
     def room_for(self, key: OffloadKey) -> int:
         """See :meth:`HostCache.room_for`; leaves out slots that other sizes would have to give."""
         size = self._size_of(key)
-        return size.num_free + len(size.policy) + len(self._unowned) * size.per_extent
+        return size.num_free + len(size.order.policy) + len(self._unowned) * size.per_extent
 
     def least_room(self, keys: Sequence[OffloadKey]) -> int:
         return min(map(self.room_for, {key[-4:]: key for key in keys}.values()))
@@ -166,7 +94,7 @@ class ExtentCache(HostCache):
         """
         if all(map(self.is_ready, keys)):
             return True
-        left = {size: size.num_free + len(size.policy) for size in self._sizes}
+        left = {size: size.num_free + len(size.order.policy) for size in self._sizes}
         for key in keys:
             if key not in self.pinned:  # takes a slot, or is evictable but makes no room
                 left[self._size_of(key)] -= 1
@@ -178,7 +106,8 @@ class ExtentCache(HostCache):
     def busy_slots(self) -> int:
         """See :meth:`HostCache.busy_slots`; in rows."""
         return sum(
-            (size.num_extents * size.per_extent - size.num_free - len(size.policy)) * size.rows
+            (size.num_extents * size.per_extent - size.num_free - len(size.order.policy))
+            * size.rows
             for size in self._sizes
         )
 
@@ -247,13 +176,13 @@ class ExtentCache(HostCache):
         gone: list[OffloadKey] = []
         spared: list[OffloadKey] = []
         while len(gone) < count:
-            victims = cast(Sequence[OffloadKey], size.policy.victims(count - len(gone)))
+            victims = cast(Sequence[OffloadKey], size.order.policy.victims(count - len(gone)))
             if not victims:
                 break
             for key in victims:
                 (spared if key in kept else gone).append(key)
         self._vacate(gone)
-        size.policy.add(spared)
+        size.order.policy.add(spared)
         return gone
 
     def _vacate(self, keys: Sequence[OffloadKey]) -> None:
@@ -262,7 +191,7 @@ class ExtentCache(HostCache):
             slot = self.evictable.pop(key)
             self._unready(key, slot)
             self._put(slot)
-        self._forget_priorities(keys)
+        self._left(keys)
 
     def _unready(self, key: OffloadKey, slot: int) -> None:
         del self._key_in[slot]
@@ -329,7 +258,7 @@ class ExtentCache(HostCache):
         spared: list[OffloadKey] = []
         try:
             for _ in range(STEAL_TRIES):
-                victims = cast(Sequence[OffloadKey], size.policy.victims(1))
+                victims = cast(Sequence[OffloadKey], size.order.policy.victims(1))
                 if not victims:
                     return False
                 spared.extend(victims)
@@ -337,14 +266,14 @@ class ExtentCache(HostCache):
                 inside = self._evictable_in(size, extent, kept)
                 if inside is None:
                     continue
-                size.policy.remove([key for key in inside if key not in spared])
+                size.order.policy.remove([key for key in inside if key not in spared])
                 spared = [key for key in spared if key not in inside]
                 self._vacate(inside)
                 evicted.extend(inside)
                 return True
             return False
         finally:
-            size.policy.add(spared)
+            size.order.policy.add(spared)
 
     def _evictable_in(
         self, size: _Size, extent: int, kept: frozenset[OffloadKey]
@@ -371,48 +300,7 @@ class ExtentCache(HostCache):
                 self._size_of(key).num_ready += 1
         super().make_evictable(keys, slots)
 
-    def prioritise(self, keys: Sequence[OffloadKey], priority: int) -> None:
-        for size in self._sizes:
-            marked = [key for key in keys if self._size_of(key) is size]
-            if priority > 0:
-                marked = marked[: self._rows_above_left() // size.rows]
-            size.priorities.mark(marked, priority)
-
-    def _make_returns(self) -> ExpectedReturns:
-        claims: dict[_Size, ExpectedReturns] = {}
-        for size in self._sizes:
-            most = size.per_extent * self._num_extents
-            order = ReturnOrder(size.priorities.normal, most, self.hint_share, self.now_s)
-            size.priorities.normal = claims[size] = order
-        return _ReturnsBySize(self._by_size, claims)
-
-    def _rows_above_left(self) -> int:
-        above = sum(size.rows * size.priorities.num_above for size in self._sizes)
-        return max(0, int(self.num_slots * SHARE_ABOVE) - above)
-
-    def _forget_priorities(self, keys: Sequence[OffloadKey]) -> None:
-        super()._forget_priorities(keys)
-        self._by_size.forget(keys)
-
-    def _marked(self) -> Collection[bytes]:
-        return {key for size in self._sizes for key in size.priorities.marked}
-
     # ---- claims ----
-
-    def allow_claims(self, give_way: Callable[[int], bool]) -> None:
-        self._give_way = give_way
-        for size in self._sizes:
-            size.policy = size.kept = KeptOrder(size.priorities, self.claims)
-
-    def _keep(self, keys: Sequence[OffloadKey]) -> None:
-        for size in self._sizes:
-            if size.kept is not None:
-                size.kept.keep([key for key in keys if self._size_of(key) is size])
-
-    def _let_go(self, keys: Sequence[OffloadKey]) -> None:
-        for size in self._sizes:
-            if size.kept is not None:
-                size.kept.let_go([key for key in keys if self._size_of(key) is size])
 
     def fitting(self, keys: Sequence[OffloadKey], num_bytes: int) -> int:
         for count, key in enumerate(keys):
@@ -432,12 +320,6 @@ class ExtentCache(HostCache):
             self._put(slot)
 
     # ---- self-check ----
-
-    def _miscounts_kept(self) -> bool:
-        claimed = [key for key in self.evictable if key in self.claims]
-        if any(key in size.priorities for size in self._sizes for key in claimed):
-            return True
-        return sum(size.kept.num_kept for size in self._sizes if size.kept) != len(claimed)
 
     def _adds_up(self) -> bool:
         for size in self._sizes:

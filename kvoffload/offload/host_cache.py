@@ -18,13 +18,11 @@ from typing import Any, cast
 
 from kvoffload.errors import UsageError
 from kvoffload.messages import OffloadKey
+from kvoffload.offload.eviction_order import EvictionOrder
 from kvoffload.offload.job import forgotten
-from kvoffload.offload.priority import SHARE_ABOVE, PriorityPolicy
 from kvoffload.policies.base import Policy
-from kvoffload.policies.kept_order import KeptOrder
-from kvoffload.policies.lru import LRUOfTable, LRUPolicy
 from kvoffload.policies.ordered_queue import compact
-from kvoffload.policies.return_order import ExpectedReturns, ReturnOrder
+from kvoffload.policies.return_order import ExpectedReturns
 from kvoffload.policies.tenant_order import TenantShares
 
 
@@ -70,20 +68,13 @@ class HostCache:
         self._abandoned: dict[int, list[OffloadKey | None]] = {}
         self.turns: Counter[int] = Counter()
         """Slots that chunks of a load use one after the other: how many chunks have not ended."""
-        if type(policy) is LRUPolicy:
-            policy = LRUOfTable(num_slots, cast(dict[bytes, int], self.evictable))
-        self._order: Policy = policy
-        # Wraps the order from the first chunk with a priority on.
-        self._priorities: PriorityPolicy | None = None
+        self.order = EvictionOrder(policy, num_slots, cast(dict[bytes, int], self.evictable))
+        """The order of the evictable chunks."""
         self.claims: dict[OffloadKey, Any] = {}
         """Chunks that are kept for requests in the queue, here or once they are; see
         :meth:`claim`. The value is the claimant's."""
-        # Wraps the order where there may be claims.
-        self._kept: KeptOrder | None = None
         self._give_way: Callable[[int], bool] = lambda count: False
         self._tenants: TenantShares | None = None
-        # The order by expected return, within those; from the first one that is told.
-        self._returns: ExpectedReturns | None = None
 
     # ---- lookup ----
 
@@ -184,7 +175,7 @@ class HostCache:
         gone: list[OffloadKey] = []
         spared: dict[OffloadKey, int] = {}
         while len(gone) < count:
-            victims = cast(Sequence[OffloadKey], self._order.victims(count - len(gone)))
+            victims = cast(Sequence[OffloadKey], self.order.policy.victims(count - len(gone)))
             if not victims:
                 if self._give_way(count - len(gone)):
                     continue
@@ -197,7 +188,7 @@ class HostCache:
         compact(self.evictable)
         if spared:
             self.make_evictable(list(spared), list(spared.values()))
-        self._forget_priorities(gone)
+        self._left(gone)
         return gone
 
     def free(self, slot: int) -> None:
@@ -213,7 +204,7 @@ class HostCache:
 
     def give_back(self, key: OffloadKey, slot: int, settled: bool) -> None:
         """End the transfer that was to fill a chunk's slot, without success."""
-        self._forget_priorities((key,))
+        self._left((key,))
         if settled:
             self.free(slot)
         else:
@@ -257,7 +248,7 @@ class HostCache:
 
     def make_evictable(self, keys: Sequence[OffloadKey], slots: Sequence[int]) -> None:
         """Make chunks that are wholly in their slots loadable, the last one the most recent."""
-        self._order.add(keys)
+        self.order.policy.add(keys)
         self.evictable.update(zip(keys, slots, strict=True))
 
     def pin_all(self, keys: Sequence[OffloadKey]) -> list[int] | None:
@@ -272,7 +263,7 @@ class HostCache:
         pins = dict(zip(keys, slots, strict=True))
         if len(pins) < len(keys):
             return None
-        self._order.remove(keys)
+        self.order.policy.remove(keys)
         deque(map(self.evictable.pop, keys), maxlen=0)
         if self.pinned:
             self.pinned.update(pins)
@@ -294,7 +285,7 @@ class HostCache:
         if key in self.pinned:
             self._more_uses[key] = self._more_uses.get(key, 0) + 1
         else:
-            self._order.remove((key,))
+            self.order.policy.remove((key,))
             self.pinned[key] = self.evictable.pop(key)
         return self.pinned[key]
 
@@ -322,64 +313,24 @@ class HostCache:
 
     def touch(self, keys: Sequence[OffloadKey]) -> None:
         """Count a use of chunks, the last one as the most recent; see :meth:`Policy.touch`."""
-        self._order.touch(keys)
+        self.order.policy.touch(keys)
 
     def put_in_order(self, keys: Iterable[OffloadKey]) -> None:
         """Move evictable chunks to the recent end, in the order given, without counting a use."""
         here = list(filter(self.evictable.__contains__, dict.fromkeys(keys)))
-        self._order.remove(here)
-        self._order.add(here)
-
-    def prioritise(self, keys: Sequence[OffloadKey], priority: int) -> None:
-        """Give chunks about to be stored a priority, which is not 0; see :class:`PriorityPolicy`.
-
-        Chunks above :data:`SHARE_ABOVE` of the slots stay normal.
-        """
-        if self._priorities is None:
-            self._priorities = PriorityPolicy(self._own_order())
-            if self._kept is not None:
-                self._kept.normal = self._priorities
-            else:
-                self._order = self._priorities
-        if priority > 0:
-            left = int(self.num_slots * SHARE_ABOVE) - self._priorities.num_above
-            keys = keys[: max(0, left)]
-        self._priorities.mark(keys, priority)
-
-    def _own_order(self) -> Policy:
-        """Return the order that a policy is to wrap, which has no more chunks then than it had."""
-        if type(self._order) is LRUOfTable:  # the table will have other chunks as well
-            self._order = LRUPolicy(self.num_slots)
-            self._order.add(tuple(self.evictable))
-        return self._kept.normal if self._kept is not None else self._order
+        self.order.policy.remove(here)
+        self.order.policy.add(here)
 
     @property
     def returns(self) -> ExpectedReturns:
         """The claims on chunks by when they are needed again; see :class:`ReturnOrder`."""
-        if self._returns is None:
-            self._returns = self._make_returns()
-        return self._returns
+        return self.order.returns(self.hint_share, self.now_s)
 
-    def _make_returns(self) -> ExpectedReturns:
-        inner = self._priorities.normal if self._priorities is not None else self._own_order()
-        order = ReturnOrder(inner, self.num_slots, self.hint_share, self.now_s)
-        if self._priorities is not None:
-            self._priorities.normal = order
-        elif self._kept is not None:
-            self._kept.normal = order
-        else:
-            self._order = order
-        return order
-
-    def _forget_priorities(self, keys: Sequence[OffloadKey]) -> None:
+    def _left(self, keys: Sequence[OffloadKey]) -> None:
         """Drop the priorities and tenants of chunks that left: stored again, they get new ones."""
-        if self._priorities is not None:
-            self._priorities.forget(keys)
+        self.order.forget(keys)
         if self._tenants is not None:
             self._tenants.forget(keys)
-
-    def _marked(self) -> Collection[bytes]:
-        return self._priorities.marked if self._priorities is not None else ()
 
     # ---- tenants ----
 
@@ -414,12 +365,12 @@ class HostCache:
                 many chunks, or of all that there are; False if there is none.
         """
         self._give_way = give_way
-        self._order = self._kept = KeptOrder(self._own_order(), self.claims)
+        self.order.allow_claims(self.claims)
 
     def claim(self, keys: Sequence[OffloadKey], claimant: object) -> None:
         """Keep chunks, here or once they are, out of the eviction order; none has a claim yet."""
         here = list(filter(self.evictable.__contains__, keys))
-        self._keep(here)
+        self.order.keep(here)
         self.claims.update(dict.fromkeys(keys, claimant))
 
     def end_claims(
@@ -440,16 +391,8 @@ class HostCache:
             if place:  # these are small: to ask for each chunk in the table of idle ones takes long
                 idle = filterfalse(place.__contains__, idle)
         if here := list(idle):
-            self._let_go(here)
+            self.order.let_go(here)
         return claimants
-
-    def _keep(self, keys: Sequence[OffloadKey]) -> None:
-        if self._kept is not None:
-            self._kept.keep(keys)
-
-    def _let_go(self, keys: Sequence[OffloadKey]) -> None:
-        if self._kept is not None:
-            self._kept.let_go(keys)
 
     def fitting(self, keys: Sequence[OffloadKey], num_bytes: int) -> int:
         """Count the leading chunks whose slots take no more than so many bytes."""
@@ -463,9 +406,9 @@ class HostCache:
             users = 1 + self._more_uses.pop(key, 0)
             self._orphans[key] = _Orphan(self.pinned.pop(key), users)
         else:
-            self._order.remove((key,))
+            self.order.policy.remove((key,))
             self._put(self.evictable.pop(key))
-        self._forget_priorities((key,))
+        self._left((key,))
 
     def forget_all(self, reset: int) -> tuple[OffloadKey, ...]:
         """Make every chunk invisible; return those that were ready.
@@ -478,7 +421,7 @@ class HostCache:
             self.forget(key)
         self._free_evictable()
         self.evictable.clear()
-        self._order.clear()
+        self.order.policy.clear()
         self.claims.clear()
         if self._tenants is not None:
             self._tenants.clear()
@@ -504,28 +447,22 @@ class HostCache:
 
     def check(self) -> None:
         """Raise UsageError if the cache contradicts itself; for tests, O(slots)."""
-        idle = self.evictable
+        idle, order = self.evictable, self.order.policy
+        claimed = [key for key in idle if key in self.claims]
         here = {*idle, *self.pinned, *self.incoming}
         for broken, what in (
             (not self._adds_up(), "every slot is in exactly one place"),
-            (len(self._order) != len(idle), "the policy orders exactly the evictable chunks"),
-            (any(key not in self._order for key in idle), "evictable chunks are in the order"),
-            (self._miscounts_kept(), "claimed chunks are out of the policy's order"),
+            (len(order) != len(idle), "the policy orders exactly the evictable chunks"),
+            (any(key not in order for key in idle), "evictable chunks are in the order"),
+            (self.order.miscounts(claimed), "claimed chunks are out of the policy's order"),
             (not idle.keys().isdisjoint(self.pinned), "a pinned chunk is not evictable"),
             (not self._more_uses.keys() <= self.pinned.keys(), "chunks in use are pinned"),
-            (not here.issuperset(self._marked()), "only chunks in host memory have a priority"),
+            (not here.issuperset(self.order.marked), "only chunks in host memory have a priority"),
             (not self._tenants_add_up(), "each chunk on its way or in host memory has a tenant"),
             (not self._turns_add_up(), "only chunks that take turns share a slot"),
         ):
             if broken:
                 raise UsageError(f"the host cache is inconsistent: not true that {what}")
-
-    def _miscounts_kept(self) -> bool:
-        kept = self._kept
-        claimed = [key for key in self.evictable if key in self.claims]
-        if kept is None:
-            return bool(claimed)
-        return kept.num_kept != len(claimed) or any(key in kept.normal for key in claimed)
 
     def _tenants_add_up(self) -> bool:
         places = {*self.evictable, *self.pinned, *self.incoming, *self.fetching}

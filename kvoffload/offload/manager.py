@@ -311,7 +311,7 @@ class TieredOffloadingManager(OffloadingManager):
         self._jobs[job.id] = job
         self._host.incoming.update(zip(job.keys, slots, strict=True))
         if hints.priority:
-            self._host.prioritise(job.keys, hints.priority)
+            self._host.order.prioritise(job.keys, hints.priority)
         return PrepareStoreOutput(job.keys, spec, tuple(evicted), refused, job)
 
     def _leave_out(self, keys: Sequence[OffloadKey], reason: str) -> None:

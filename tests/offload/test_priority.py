@@ -72,7 +72,7 @@ def cost(manager, priority):
 def test_a_store_costs_the_same_whoever_is_resident(
     new_manager, full, of_resident, priority, monkeypatch
 ):
-    for module in ("host_cache", "extents"):  # also where every resident is above 0
+    for module in ("eviction_order", "orders_by_size"):  # also where every resident is above 0
         monkeypatch.setattr(f"kvoffload.offload.{module}.SHARE_ABOVE", 1.0)
     costs = []
     for residents in (100, 3000):
@@ -108,7 +108,7 @@ def test_priorities_above_0_hold_at_most_half_of_host_memory(new_manager):
     manager = new_manager(8)
     num_slots = manager._host.num_slots
     kept = [key for i in range(num_slots) for key in put_one(manager, f"greedy {i}", FURTHEST)]
-    assert len(manager._host._marked()) == num_slots // 2
+    assert len(manager._host.order.marked) == num_slots // 2
     for i in range(3 * num_slots):
         put_one(manager, f"others {i}", 0)
     assert sum(manager.lookup(key) for key in kept) == num_slots // 2
@@ -116,7 +116,7 @@ def test_priorities_above_0_hold_at_most_half_of_host_memory(new_manager):
     # What leaves makes room for other chunks of a high priority.
     manager.reset_cache()
     put_one(manager, "later", 1)
-    assert len(manager._host._marked()) == 1
+    assert len(manager._host.order.marked) == 1
 
 
 def test_priorities_far_from_0_are_equal():
@@ -134,22 +134,22 @@ def test_a_chunk_that_left_is_of_no_priority_any_more(new_manager):
     size = host.num_slots
     put(manager, keys("evicted", 2), -1)
     put(manager, keys("others", size))
-    assert host._marked() == set()
+    assert host.order.marked == set()
     high = keys("reset", 1)
     put(manager, high, 1)
-    assert host._marked() == set(high)
+    assert host.order.marked == set(high)
     manager.reset_cache()
-    assert host._marked() == set()
+    assert host.order.marked == set()
     failed = keys("failed", 1)
     context = ReqContext("r", {"kvoffload": {"priority": 1}})
     manager.prepare_store(failed, context)
     manager.complete_store(failed, context, success=False)
-    assert host._marked() == set()
+    assert host.order.marked == set()
     lost = keys("lost", 1)
     put(manager, lost, 1)
     manager.prepare_load(lost)
     manager.complete_load(lost, success=False)
-    assert host._marked() == set()
+    assert host.order.marked == set()
     manager.check()
 
 

@@ -99,7 +99,7 @@ def test_without_a_return_each_decision_is_the_policy_s_own(name):
         for request in trace.requests:
             engine.serve(chunks_of(request), **told)
         events.append(engine.manager.take_events())
-        assert engine.host._returns is None, "no claim, no order of claims"
+        assert engine.host.order._returns is None, "no claim, no order of claims"
     assert events[0] == events[1] == events[2]
     assert len(events[0]) > 250
 
@@ -108,7 +108,7 @@ def test_hints_of_returns_need_the_operator_s_leave():
     assert not set(HARMLESS_HINTS) & set(RETURN_HINTS)
     engine = Engine(hints=HARMLESS_HINTS)
     engine.serve(prompt("a", 4), returns_in_s=1, session="a")
-    assert engine.host._returns is None
+    assert engine.host.order._returns is None
     assert engine.manager.counters["hints_not_allowed"] == 2
 
 
