@@ -1,10 +1,9 @@
 """Early reads: what a queued request needs and only a tier has comes while the request waits.
 
 The first requests of the queue come first. A tier's early reads, late ones included, keep a bounded
-part of host memory. None begins while the tier loads for a request that runs, or reads for one
-whose turn has come: it would delay that load. They evict nothing that is kept for an earlier
-request. A load or store that lacks the room that they keep waits until they have ended, and none
-begins meanwhile.
+part of host memory. None begins while the tier loads for a request that runs. They evict nothing
+that is kept for an earlier request. A load or store that lacks the room that they keep waits until
+they have ended, and none begins meanwhile.
 """
 
 from collections import Counter
@@ -71,18 +70,19 @@ class EarlyReads:
         self._held_back_until_s = 0.0
         self._kept_bytes: Counter[str] = Counter()
         """Tier → host memory of its reads in flight, and of answered ones that may still write."""
-        self._reads: dict[int, EarlyRead] = {}
-        """Those in flight, by their number."""
         self._counts = figures.counter(QUEUE_CHUNKS, "read_early")
 
     def lacks_room(self) -> bool | None:
         """Note that a load or store lacks room; return None if reads in flight keep some."""
         self._held_back_until_s = self._host.now_s() + HELD_BACK_S
-        return None if self._reads else False
+        return None if self._are_in_flight() else False
 
     def are_waited_for(self) -> bool:
         """Whether a load or store lacked room lately, and reads in flight keep some."""
-        return self._are_held_back() and bool(self._reads)
+        return self._are_held_back() and self._are_in_flight()
+
+    def _are_in_flight(self) -> bool:
+        return any(isinstance(job, EarlyRead) for job in self._jobs.values())
 
     def _are_held_back(self) -> bool:
         # Or the clock has jumped.
@@ -117,7 +117,7 @@ class EarlyReads:
         room = min(self._most_bytes - kept_bytes, self._most_bytes // 2)
         if (kept_bytes and room <= 0) or self._promises.is_loading(tier.name):
             return False
-        if self._are_held_back() or self._is_load_due(tier):
+        if self._are_held_back():
             return False
         keys = self._on_tier(tier, part)
         fits = self._host.fitting(keys, room)
@@ -130,14 +130,6 @@ class EarlyReads:
         if slots:
             self._begin(request, tier, keys[: len(slots)], slots)
         return bool(slots)
-
-    def _is_load_due(self, tier: Tier) -> bool:
-        """Whether a request whose turn has come waits for its reads, and loads the rest then."""
-        waits = self._queue.waits
-        return any(
-            read.request.is_asked and read.tier == tier.name and waits(read.request)
-            for read in self._reads.values()
-        )
 
     def _on_tier(self, tier: Tier, part: Sequence[OffloadKey]) -> Sequence[OffloadKey]:
         """Return the leading chunks that the tier has and host memory has not, once each."""
@@ -177,7 +169,6 @@ class EarlyReads:
             self._stored_on(request.context),
         )
         self._kept_bytes[tier.name] += num_bytes
-        self._reads[job_id] = job
         self._jobs.begin(job)
 
     def ended(
@@ -191,7 +182,6 @@ class EarlyReads:
             settled: whether nothing writes to its slots any more; :meth:`released` tells it later.
             arrived: chunks that host memory has now.
         """
-        del self._reads[job.id]
         self._counts["read_early"] += len(arrived)
         self._queue.has_read(job.request, arrived)
         late_bytes = 0 if settled else self._host.bytes_of_all(job.failed(ok))

@@ -168,8 +168,7 @@ class WaitingQueue:
                 self._look_again(tenant)
         return num_ended
 
-    def waits(self, request: QueuedRequest) -> bool:
-        """Whether a request is in the queue."""
+    def _is_here(self, request: QueuedRequest) -> bool:
         return self.requests.get(request.context.req_id) is request
 
     def stored(self, keys: Sequence[OffloadKey]) -> None:
@@ -199,7 +198,7 @@ class WaitingQueue:
 
     def has_read(self, request: QueuedRequest, keys: Collection[OffloadKey]) -> None:
         """Note chunks that were read for a request, which may have left meanwhile."""
-        if self.waits(request):
+        if self._is_here(request):
             request.read_early = request.read_early.union(keys)
         else:
             self._counts["read_in_vain"] += len(keys)
@@ -288,7 +287,7 @@ class WaitingQueue:
 
     def _look_again(self, tenant: Tenant) -> None:
         if tenant.full:
-            self._unfinished = sorted({*self._unfinished, *filter(self.waits, tenant.full)})
+            self._unfinished = sorted({*self._unfinished, *filter(self._is_here, tenant.full)})
             tenant.full = []
 
     # ---- figures, self-check ----

@@ -109,46 +109,6 @@ def test_loads_of_running_requests_go_first():
     assert [key for job in step(manager) for key in job.keys] == b
 
 
-def turn_comes(manager, first, second):
-    """Ask for a queued request that is being read; return the read of it that is in flight yet."""
-    queue(manager, "first", first)
-    queue(manager, "second", second)
-    step(manager)
-    read, in_flight = step(manager)
-    assert manager.lookup_prefix(first, ReqContext("first")) == (0, True)
-    end(manager, read)
-    return in_flight
-
-
-def test_a_request_whose_turn_has_come_waits_for_no_reads_of_later_ones():
-    first, second = keys("first", 12), keys("second", 12)
-    manager = waiting_manager(Store([*first, *second]))
-    in_flight = turn_comes(manager, first, second)
-    assert step(manager) == []
-    end(manager, in_flight)
-    assert manager.lookup_prefix(first, ReqContext("first")) == (12, False)
-    load = manager.begin_load(first, ReqContext("first"))
-    assert step(manager) == []
-    manager.request_admitted(ReqContext("first"))
-    manager.complete(load, [True] * 12)
-    assert [key for job in step(manager) for key in job.keys] == second[:8]
-
-
-@pytest.mark.parametrize("how", ["it lacks blocks", "it runs without them", "it was aborted"])
-def test_reads_go_on_once_no_load_is_due(how):
-    first, second = keys("first", 12), keys("second", 12)
-    manager = waiting_manager(Store([*first, *second]))
-    in_flight = turn_comes(manager, first, second)
-    if how == "it lacks blocks":
-        end(manager, in_flight)
-        manager.lookup_prefix(first, ReqContext("first"))
-    elif how == "it runs without them":
-        manager.request_admitted(ReqContext("first"))
-    else:
-        manager.retire([], ReqContext("first"))
-    assert [key for job in step(manager) for key in job.keys][:4] == second[:4]
-
-
 @pytest.mark.parametrize("end_first", [True, False])
 @pytest.mark.parametrize("how", ["aborted", "asked", "replaced"])
 def test_reads_end_with_the_wait(how, end_first):
