@@ -69,6 +69,7 @@ class Engine:
         model: folder of the model.
         extra: our settings; None for no connector.
         transfer: vLLM's ``kv_transfer_config`` in the place of ours.
+        more: further options of vLLM.
     """
 
     def __init__(
@@ -76,6 +77,7 @@ class Engine:
         model: str,
         extra: Mapping[str, Any] | None,
         transfer: Mapping[str, Any] | None = None,
+        **more: Any,
     ) -> None:
         options: dict[str, Any] = {
             "model": model,
@@ -85,6 +87,7 @@ class Engine:
             "max_model_len": 8192,
             "seed": 0,
             "distributed_executor_backend": "mp",
+            **more,
         }
         if extra is not None:
             transfer = ours(extra)

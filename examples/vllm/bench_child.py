@@ -10,6 +10,7 @@ The orders, of which all but the first two need VLLM_ENABLE_V1_MULTIPROCESSING=0
 * ``switch``: switch the connector off and on again while no request runs.
 * ``decode``: decode a prompt with the connector in some steps only.
 * ``busy``: decode a prompt while further prompts arrive.
+* ``queue``: serve prompts that arrive at once, with the connector's queue or without.
 * ``our_cpu``: return the CPU time of our threads.
 """
 
@@ -97,8 +98,32 @@ def main() -> None:
                     last = now
         return {"times": times[1:], "found": found}
 
-    def reset() -> bool:
-        return llm.reset_prefix_cache()
+    def queue(prompts: list[list[int]], max_tokens: int, keeps: bool) -> dict[str, Any]:
+        """Serve prompts that arrive at once.
+
+        Returns the time of each one's first token, and how many of its tokens were found. Without
+        ``keeps`` the queue has no share of host memory, as with ``waiting_share`` 0.
+        """
+        params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
+        half = engine.engine_core.engine_core.scheduler.connector.connector_scheduler
+        claims = half.adapter.manager.waiting.claims
+        share_bytes = claims.share_bytes
+        claims.share_bytes = share_bytes if keeps else 0
+        started = time.perf_counter()
+        names = [f"b{next(numbers)}" for _ in prompts]
+        for name, prompt in zip(names, prompts, strict=True):
+            engine.add_request(name, {"prompt_token_ids": prompt}, params)
+        first_s: dict[str, float] = {}
+        cached: dict[str, int] = {}
+        while engine.has_unfinished_requests():
+            for out in engine.step():
+                first_s.setdefault(out.request_id, time.perf_counter() - started)
+                cached[out.request_id] = out.num_cached_tokens or 0
+        claims.share_bytes = share_bytes
+        return {"first_s": sorted(first_s.values()), "cached": sorted(cached.values())}
+
+    def reset(connector: bool = False) -> bool:
+        return llm.reset_prefix_cache(reset_connector=connector)
 
     def lookup(chunks: int, rounds: int) -> dict[str, float]:
         """Time the scheduler half's call for a prompt of which every chunk is in host memory."""
@@ -153,6 +178,7 @@ def main() -> None:
         "serve": serve,
         "decode": decode,
         "busy": busy,
+        "queue": queue,
         "reset": reset,
         "lookup": lookup,
         "switch": switch,
