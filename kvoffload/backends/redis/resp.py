@@ -137,23 +137,33 @@ class ReplyReader:
         A value of another size fills no more than the beginning of ``header``: it tells whose value
         it is.
         """
-        wanted = header.nbytes + sum(view.nbytes for view in rest)
+        wanted = header.nbytes + sum([view.nbytes for view in rest])
+        line = b"$%d\r\n" % wanted
         # What precedes the rest if all is well, so that no byte of the rest is copied.
-        size = self._value_size(len(b"$%d\r\n" % wanted) + header.nbytes)
+        before = len(line) + header.nbytes
+        if not self.left:
+            self._receive(before)
+        stop = self._start + len(line)
+        ending = memoryview(bytearray(2))
+        if self._end - self._start == before and self._scratch[self._start : stop] == line:
+            header[:] = self._scratch[stop : self._end]
+            self._start = self._end = 0
+            self._source.fill([*rest, ending])
+            _check_ending(ending)
+            return Filled.WHOLE
+        size = self._value_size(before)
         if size is None or isinstance(size, ServerError):
             return size
         if size > 2 * wanted + SCRATCH_BYTES:
             return Filled.OVERSIZE
         head = header[:size]
         self._take([head])
-        ending = memoryview(bytearray(2))
         if size == wanted:
             self._take([*rest, ending])
         else:
             self._drop(size - head.nbytes)
             self._take([ending])
-        if ending != _CRLF:
-            raise ProtocolError("a value that does not end where it should")
+        _check_ending(ending)
         return Filled.WHOLE if size == wanted else Filled.MISFIT
 
     def value(self, limit: int = MAX_VALUE_BYTES) -> memoryview | ServerError | None:
@@ -224,8 +234,7 @@ class ReplyReader:
         large = size > SCRATCH_BYTES
         value = memoryview(mmap.mmap(-1, size + 2) if large else bytearray(size + 2))
         self._take([value])
-        if value[size:] != _CRLF:
-            raise ProtocolError("a value that does not end where it should")
+        _check_ending(value[size:])
         return value[:size]
 
     def _nested(self, depth: int) -> Reply:
@@ -280,6 +289,11 @@ class ReplyReader:
             count = min(size, self.left)
             self._start += count
             size -= count
+
+
+def _check_ending(ending: memoryview) -> None:
+    if ending != _CRLF:
+        raise ProtocolError("a value that does not end where it should")
 
 
 def _size(line: bytes) -> int | None:
