@@ -58,6 +58,7 @@ class Bounds:
         self._room = {kind: threading.Condition(lock) for kind in _KINDS}
         """What a request waits for until the bounds admit it."""
         self._waiting = dict.fromkeys(_KINDS, 0)
+        self._num_waiting = 0
         self._under_way = dict.fromkeys(_KINDS, 0)
         self._bytes = 0
 
@@ -68,10 +69,12 @@ class Bounds:
             self._check(request)
             while not self._admits(request):
                 self._waiting[kind] += 1
+                self._num_waiting += 1
                 try:
                     self._room[kind].wait()
                 finally:
                     self._waiting[kind] -= 1
+                    self._num_waiting -= 1
                 self._check(request)
             self._under_way[kind] += 1
             self._bytes += request.nbytes
@@ -92,7 +95,7 @@ class Bounds:
 
     def _admit_another(self) -> None:
         """Wake one request that waits; it wakes the next one, or waits again."""
-        for kind in _KINDS:
+        for kind in _KINDS if self._num_waiting else ():
             if self._waiting[kind]:
                 self._room[kind].notify()
                 if kind != "lookup":

@@ -38,7 +38,8 @@ class ChunkIO:
         ``started`` receives the request, which another thread may cancel.
         """
         # One command reads the chunk and prolongs its life.
-        command = encode(b"GETEX", self._name(key), b"PX", self._ttl_ms)
+        tag = _tag(key)
+        command = encode(b"GETEX", self._name(tag), b"PX", self._ttl_ms)
         seal = memoryview(bytearray(COMPACT_BYTES + self._sealer.tail_bytes))
         header, tail = seal[:COMPACT_BYTES], seal[COMPACT_BYTES:]
 
@@ -52,17 +53,16 @@ class ChunkIO:
         request = Request("load", chunk.nbytes, "getex")
         started(request)
         try:
-            node, reply = self._exchange(key, request, talk)
+            node, reply = self._exchange(tag, request, talk)
         except Lost as lost:
             return _lost(lost)
         if reply is None:
             return "missing"
-        if reply is Filled.MISFIT and parse_header(header) == OTHER_VERSION:
-            return OTHER_VERSION  # whose chunks may have other lengths
         if isinstance(reply, ServerError):
             return "corrupt_type" if reply.code == "WRONGTYPE" else _refused(reply)
-        if reply is not Filled.WHOLE:
-            return "corrupt_size"
+        if reply is not Filled.WHOLE:  # chunks of another version may have other lengths
+            is_other = parse_header(header) == OTHER_VERSION
+            return OTHER_VERSION if is_other else "corrupt_size"
         node.succeeded(request)
         broken = self._sealer.broken(header, tail, key, chunk)
         if broken in ("key", "namespace"):
@@ -81,13 +81,14 @@ class ChunkIO:
         size = COMPACT_BYTES + chunk.nbytes + self._sealer.tail_bytes
         if size > MAX_VALUE_BYTES:
             return "too_large"
-        node = self._topology.node(_tag(key))
-        if node is not None and node.full:
-            return "full"
-        if node is not None and node.is_open:
-            return "lost_breaker_open"  # without the checksum of a chunk that stays here
+        tag = _tag(key)
+        if (node := self._topology.node(tag)) is not None:
+            if node.full:
+                return "full"
+            if node.is_open:
+                return "lost_breaker_open"  # without the checksum of a chunk that stays here
         header, stored, tail = self._sealer.seal(key, chunk, tenant)
-        name, ttl_ms = self._name(key), self._ttl_ms
+        name, ttl_ms = self._name(tag), self._ttl_ms
         # PSETEX, not SET with PX: the value comes last, and with it the command is complete.
         head = b"*4\r\n$6\r\nPSETEX\r\n$%d\r\n%b\r\n$%d\r\n%b\r\n$%d\r\n%b" % (
             len(name), name, len(ttl_ms), ttl_ms, size, header,
@@ -101,7 +102,7 @@ class ChunkIO:
         request = Request("store", chunk.nbytes, "psetex")
         try:
             started(request)
-            node, reply = self._exchange(key, request, talk)
+            node, reply = self._exchange(tag, request, talk)
         except Lost as lost:
             return _lost(lost)
         finally:
@@ -131,7 +132,7 @@ class ChunkIO:
         """Send one command for each key to a server; return the numbers, None without one."""
         if node.is_open:
             return [None] * len(keys)
-        commands = b"".join([encode(command, self._name(key), *arguments) for key in keys])
+        commands = b"".join([encode(command, self._name(_tag(key)), *arguments) for key in keys])
         request = Request("lookup", right=command.decode().lower())
         try:
             replies = node.ask(request, commands, len(keys))
@@ -143,10 +144,10 @@ class ChunkIO:
         return [None if isinstance(each, ServerError) else each for each in replies]
 
     def _exchange(
-        self, key: bytes, request: Request, talk: Talk
+        self, tag: bytes, request: Request, talk: Talk
     ) -> tuple[Node, Filled | bytes | ServerError | None]:
         """Talk to the server of a key; follow one redirect, because an unstable table is a miss."""
-        node = self._topology.node(_tag(key))
+        node = self._topology.node(tag)
         if node is None:
             raise Lost("no_server")
         reply = node.run(request, talk)
@@ -157,8 +158,8 @@ class ChunkIO:
                 reply = node.run(request, talk)
         return node, reply
 
-    def _name(self, key: bytes) -> bytes:
-        return b"%b{%b}" % (self._prefix, _tag(key))
+    def _name(self, tag: bytes) -> bytes:
+        return b"%b{%b}" % (self._prefix, tag)
 
 
 def _tag(key: bytes) -> bytes:

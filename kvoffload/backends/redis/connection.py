@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 from kvoffload.backends.blocking_pool import begin_once
-from kvoffload.backends.redis.resp import ProtocolError, Reply, ReplyReader, encode
+from kvoffload.backends.redis.resp import ProtocolError, Reply, ReplyReader, after, encode
 
 _TLS_BYTES = 64 << 10
 """Bytes that TLS encrypts at once."""
@@ -198,19 +198,15 @@ class Connection:
         self._since, self._moved = time.monotonic(), 0
         self._move_all([memoryview(part) for part in parts], _send)
 
-    def some(self, view: memoryview) -> int:
-        return self._move([view], _receive)
+    def some(self, views: list[memoryview]) -> int:
+        return self._move(views, _receive)
 
     def fill(self, views: list[memoryview]) -> None:
         self._move_all(views, _receive_all)
 
     def _move_all(self, views: list[memoryview], move: "Move") -> None:
         while views:
-            count = self._move(views, move)
-            while views and count >= views[0].nbytes:
-                count -= views.pop(0).nbytes
-            if count:
-                views[0] = views[0][count:]
+            views = after(views, self._move(views, move))
 
     def _move(self, views: list[memoryview], move: "Move") -> int:
         """Make system calls until bytes have moved; return how many. Raises :class:`Lost`."""
@@ -218,7 +214,8 @@ class Connection:
             sock = self._sock
             if self.lost or sock is None:
                 raise Lost(self.lost or "closed")
-            self._set_timeout(sock, self._left_s())
+            if (left_s := self._left_s()) != self._waits_s:
+                self._set_timeout(sock, left_s)
             count: int | None
             try:
                 count = move(sock, views)
@@ -239,18 +236,16 @@ class Connection:
             left_s = self._deadline - now
         else:
             left_s = self._since + self._timeout_s - now
+            if left_s > 0.9 * self._timeout_s:
+                return self._timeout_s  # mostly the one that the socket has
             if left_s <= 0 and self._moved >= self._floor_bytes:
                 self._since, self._moved, left_s = now, 0, self._timeout_s
-            elif left_s > 0.9 * self._timeout_s:
-                left_s = self._timeout_s  # mostly the one that the socket has
         if left_s <= 0:
             self._check_lost()
             raise Lost("timeout", "no reply in time")
         return max(left_s, _LEAST_S)
 
     def _set_timeout(self, sock: socket.socket, seconds: float) -> None:
-        if seconds == self._waits_s:
-            return
         self._waits_s = seconds
         if isinstance(sock, ssl.SSLSocket):
             sock.settimeout(seconds)

@@ -63,7 +63,7 @@ class Filled(Enum):
     MISFIT = "misfit"
     """The value has another size. The reader kept what the header takes, and dropped the rest."""
     OVERSIZE = "oversize"
-    """The value is far too long: the reader stopped before it, and the connection must close."""
+    """As ``MISFIT``, but the reader stopped before the end, and the connection must close."""
 
 
 Reply = bytes | int | None | ServerError | list[Any]
@@ -79,7 +79,7 @@ def encode(*words: bytes) -> bytes:
 class Source(Protocol):
     """Where a reader gets its bytes; both methods raise OSError if no more come in time."""
 
-    def some(self, view: memoryview) -> int:
+    def some(self, views: list[memoryview]) -> int:
         """Receive at least one byte, and return how many."""
         ...
 
@@ -134,30 +134,35 @@ class ReplyReader:
     def chunk(self, header: memoryview, rest: Sequence[memoryview]) -> Filled | ServerError | None:
         """Read null, an error, or a value of exactly the size of the header and the rest.
 
-        A value of another size fills no more than the beginning of ``header``: it tells whose value
-        it is.
+        A value of another size fills the beginning of ``header``: it tells whose value it is. The
+        content of the rest is undefined unless the answer is ``WHOLE``.
         """
         wanted = header.nbytes + sum([view.nbytes for view in rest])
         line = b"$%d\r\n" % wanted
         # What precedes the rest if all is well, so that no byte of the rest is copied.
         before = len(line) + header.nbytes
-        if not self.left:
-            self._receive(before)
-        stop = self._start + len(line)
         ending = memoryview(bytearray(2))
-        if self._end - self._start == before and self._scratch[self._start : stop] == line:
-            header[:] = self._scratch[stop : self._end]
-            self._start = self._end = 0
-            self._source.fill([*rest, ending])
-            _check_ending(ending)
-            return Filled.WHOLE
+        count = 0
+        if not self.left and before <= SCRATCH_BYTES:
+            views = [self._scratch[:before], *rest, ending]
+            count = self._source.some(views)
+            if count >= before and self._scratch[: len(line)] == line:
+                header[:] = self._scratch[len(line) : before]
+                if views := after(views, count):
+                    self._source.fill(views)
+                _check_ending(ending)
+                return Filled.WHOLE
+            self._unread(views, count)
         size = self._value_size(before)
         if size is None or isinstance(size, ServerError):
             return size
-        if size > 2 * wanted + SCRATCH_BYTES:
-            return Filled.OVERSIZE
         head = header[:size]
-        self._take([head])
+        is_endless = size > 2 * wanted + SCRATCH_BYTES
+        if not is_endless:
+            self._take([head])
+        if is_endless or count > SCRATCH_BYTES:  # more than the buffer keeps has come
+            self._start = self._end = 0
+            return Filled.OVERSIZE
         if size == wanted:
             self._take([*rest, ending])
         else:
@@ -211,7 +216,16 @@ class ReplyReader:
             left = self.left
             self._scratch[:left] = bytes(self._scratch[self._start : self._end])
             self._start, self._end = 0, left
-        self._end += self._source.some(self._scratch[self._end : self._end + most])
+        self._end += self._source.some([self._scratch[self._end : self._end + most]])
+
+    def _unread(self, views: list[memoryview], count: int) -> None:
+        """Put received bytes into the buffer, of which the first view is a part; as far as fits."""
+        self._start, self._end = 0, min(count, SCRATCH_BYTES)
+        at = views[0].nbytes
+        for view in views[1:]:
+            if at < self._end:
+                self._scratch[at : self._end][: view.nbytes] = view[: self._end - at]
+            at += view.nbytes
 
     def _value_size(self, at_once: int) -> int | ServerError | None:
         line = self._line(at_once)
@@ -289,6 +303,15 @@ class ReplyReader:
             count = min(size, self.left)
             self._start += count
             size -= count
+
+
+def after(views: list[memoryview], count: int) -> list[memoryview]:
+    """Return what is left of views behind so many bytes."""
+    for i, view in enumerate(views):
+        if count < view.nbytes:
+            return [view[count:], *views[i + 1 :]]
+        count -= view.nbytes
+    return []
 
 
 def _check_ending(ending: memoryview) -> None:

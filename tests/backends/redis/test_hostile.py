@@ -199,9 +199,9 @@ class Endless:
     def __init__(self, element):
         self.element, self.rest, self.sent = element, b"*100000\r\n", 0
 
-    def some(self, view):
-        self.fill([view])
-        return view.nbytes
+    def some(self, views):
+        self.fill(views)
+        return sum(view.nbytes for view in views)
 
     def fill(self, views):
         for view in views:

@@ -15,6 +15,7 @@ from kvoffload.backends.redis.resp import (
     ProtocolError,
     ReplyReader,
     ServerError,
+    after,
     encode,
 )
 
@@ -52,18 +53,20 @@ class Stream:
     def __init__(self, data, pieces=()):
         self.data, self.at, self.sizes = data, 0, iter(pieces)
 
-    def some(self, view):
-        count = min(view.nbytes, len(self.data) - self.at, max(1, next(self.sizes, view.nbytes)))
+    def some(self, views):
+        room = sum(view.nbytes for view in views)
+        count = min(room, len(self.data) - self.at, max(1, next(self.sizes, room)))
         if not count:
             raise ConnectionError("closed")
-        view[:count] = self.data[self.at : self.at + count]
-        self.at += count
+        came, self.at = self.data[self.at : self.at + count], self.at + count
+        for view in views:
+            view[: len(came)] = came[: view.nbytes]
+            came = came[view.nbytes :]
         return count
 
     def fill(self, views):
-        for view in views:
-            while view.nbytes:
-                view = view[self.some(view) :]
+        while views:
+            views = after(views, self.some(views))
 
 
 def reader_of(data, pieces=()):
@@ -205,7 +208,7 @@ def test_where_a_chunk_is_due_nothing_else_will_do(stream):
 def test_a_value_much_too_long_is_never_begun(size):
     slot, stream = Slot(4), Stream(b"$%d\r\nabcdefgh" % size + bytes(100_000))
     assert read(ReplyReader(stream), "chunk", slot) is Filled.OVERSIZE
-    assert slot.content == bytes([OUTSIDE]) * 4
+    assert slot.intact()
     assert stream.at < 100
 
 
@@ -216,19 +219,28 @@ def test_a_value_of_another_size_is_thrown_away_and_the_next_one_is_good(size, p
     reader = reader_of(b"$%d\r\n%b\r\n$4\r\ngood\r\n" % (size, b"x" * size), pieces)
     assert reader.chunk(header.views[0], slot.views) is Filled.MISFIT
     assert read(reader, "chunk", other) is Filled.WHOLE
-    assert slot.content == bytes([OUTSIDE]) * 4
+    assert header.intact() and slot.intact()
     assert other.content == b"good"
 
 
 @pytest.mark.parametrize("size", [0, 2, 3, 9, 500])
 @pytest.mark.parametrize("pieces", [(), (1,) * 9])
-def test_a_value_of_another_size_fills_no_more_than_the_header(size, pieces):
+def test_a_value_of_another_size_fills_the_beginning_of_the_header(size, pieces):
     slot = Slot(3, 5)
     value = bytes(range(100, 110)) * 50
     reader = reader_of(b"$%d\r\n%b\r\n" % (size, value[:size]), pieces)
     assert read(reader, "chunk", slot) is Filled.MISFIT
     assert slot.content[:3] == value[: min(3, size)].ljust(3, bytes([OUTSIDE]))
-    assert slot.content[3:] == bytes([OUTSIDE]) * 5
+    assert slot.intact()
+
+
+@pytest.mark.parametrize("pieces", [(), (200_000,), (200_000, 1)])
+def test_a_large_value_of_another_size_fills_the_header_and_no_more_of_it_is_awaited(pieces):
+    slot, value = Slot(300, 250_000), bytes(range(256)) * 1500
+    reader = reader_of(b"$%d\r\n%b\r\n" % (len(value), value), pieces)
+    assert read(reader, "chunk", slot) is Filled.OVERSIZE
+    assert slot.content[:300] == value[:300]
+    assert slot.intact() and not reader.left
 
 
 def test_a_value_of_another_size_that_does_not_end_there_is_an_error():
