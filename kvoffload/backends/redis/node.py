@@ -349,6 +349,7 @@ class Node:
 
     def _answered(self, took_s: float) -> None:
         """Count an answered lookup."""
+        self._round_trip_s = min(self._round_trip_s, took_s)
         if took_s > self._options.lookup_timeout_s:
             self._count("lookup_late")
             self._fail("lookup", took_s, f"lookups take {took_s:.2f} s")

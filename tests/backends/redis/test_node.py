@@ -105,6 +105,15 @@ async def test_a_probe_whose_connection_closes_at_once_leaves_one_probe(
     )
 
 
+async def test_a_near_server_that_was_slow_to_greet_is_near_once_it_answers(backend):
+    node = node_of(backend)
+    node._round_trip_s = 1.0
+    far = node.at_once(CHUNK_BYTES)
+    for _ in range(100):
+        node.command(b"PING")
+    assert node.at_once(CHUNK_BYTES) < far
+
+
 async def test_a_connection_is_counted_while_a_request_takes_it(backend):
     """Else two requests have one connection, and each reads replies to the other's command."""
     node, stop = node_of(backend), threading.Event()
