@@ -219,7 +219,8 @@ def test_a_value_of_another_size_is_thrown_away_and_the_next_one_is_good(size, p
     reader = reader_of(b"$%d\r\n%b\r\n$4\r\ngood\r\n" % (size, b"x" * size), pieces)
     assert reader.chunk(header.views[0], slot.views) is Filled.MISFIT
     assert read(reader, "chunk", other) is Filled.WHOLE
-    assert header.intact() and slot.intact()
+    assert header.intact()
+    assert slot.intact()
     assert other.content == b"good"
 
 
@@ -240,7 +241,8 @@ def test_a_large_value_of_another_size_fills_the_header_and_no_more_of_it_is_awa
     reader = reader_of(b"$%d\r\n%b\r\n" % (len(value), value), pieces)
     assert read(reader, "chunk", slot) is Filled.OVERSIZE
     assert slot.content[:300] == value[:300]
-    assert slot.intact() and not reader.left
+    assert slot.intact()
+    assert not reader.left
 
 
 def test_a_value_of_another_size_that_does_not_end_there_is_an_error():
