@@ -306,7 +306,9 @@ class DiskBackend(ThreadPoolBackend):
     async def described(self) -> list[Described]:
         if self.is_closed:
             return []
-        return await self._finish(run_once(described, self._store, self._stopping.is_set))
+        store, is_stopping = self._store, self._stopping.is_set
+        looked = run_once(described, store.vfs, store.path, store.namespace, is_stopping)
+        return await self._finish(looked)
 
     async def purge(self, namespaces: Sequence[str]) -> int:
         """Remove namespaces; engines that use one find nothing there, and may store again.

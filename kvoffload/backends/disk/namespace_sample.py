@@ -3,7 +3,7 @@
 import heapq
 import stat
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import islice
 
 from kvoffload.backends.base import Described
@@ -11,9 +11,9 @@ from kvoffload.backends.disk import manifest
 from kvoffload.backends.disk.descriptors import Descriptors
 from kvoffload.backends.disk.paths import SHARDS, is_namespace
 from kvoffload.backends.disk.segment import segments_in
-from kvoffload.backends.disk.store import DiskStore
 from kvoffload.backends.disk.vfs import Vfs
 from kvoffload.backends.disk.walker import walk
+from kvoffload.backends.header import namespace_digest
 
 MOST_FOLDERS = 10_000
 """Folders whose times are read."""
@@ -24,50 +24,63 @@ _SAMPLE = 64
 """Chunks that are measured of a namespace; more shards than have so many are not listed."""
 
 
-def described(store: DiskStore, is_stopping: Callable[[], bool]) -> list[Described]:
+def described(
+    vfs: Vfs,
+    root: str,
+    namespace: str,
+    is_stopping: Callable[[], bool],
+    *,
+    is_mounted: bool = False,
+) -> list[Described]:
     """Describe namespaces, the last used first: the own one alone if it has chunks.
 
     Args:
-        store: has the root open.
+        vfs: makes the system calls.
+        root: where they are.
+        namespace: the own one.
         is_stopping: whether to return early, with what is known by then.
+        is_mounted: whether looks are slow, and times of folders tell nothing: the order is any.
     """
-    vfs, own = store.vfs, store.folder(0)
+    own = namespace_digest(namespace).hex()
     until_s = time.monotonic() + LONGEST_S
-    found = [Described(store.namespace, {}, *_measure(vfs, own), used_s=0.0)]
+    found = [Described(namespace, {}, *_measure(vfs, f"{root}/{own}", is_mounted), used_s=0.0)]
     if found[0].chunks:
         return found
-    now_s = time.time()
-    for mtime_s, folder in _last_used(vfs, store.path):
+    now_s, folders = time.time(), _folders(vfs, root)
+    some = islice(folders, MOST_DESCRIBED)
+    for mtime_s, folder in some if is_mounted else heapq.nlargest(MOST_DESCRIBED, folders):
         if is_stopping() or time.monotonic() > until_s:
             break
-        path = f"{store.path}/{folder}"
-        if path != own:
+        if folder != own:
+            path, used_s = f"{root}/{folder}", None if is_mounted else now_s - mtime_s
             told = manifest.read(vfs, path)
             name, facts = manifest.name_in(told, folder), manifest.facts_in(told)
-            found.append(Described(name, facts, *_measure(vfs, path), used_s=now_s - mtime_s))
+            found.append(Described(name, facts, *_measure(vfs, path, is_mounted), used_s))
     return found
 
 
-def _last_used(vfs: Vfs, root: str) -> list[tuple[float, str]]:
-    """Return the folders that engines touched last: one that runs touches its own now and then."""
-    touched = []
+def _folders(vfs: Vfs, root: str) -> Iterator[tuple[float, str]]:
+    """Yield folders, and when each was touched: an engine that runs touches its own at times."""
     for folder in islice(filter(is_namespace, vfs.listdir(root)), MOST_FOLDERS):
         try:
             facts = vfs.lstat(f"{root}/{folder}")
         except OSError:  # gone meanwhile
             continue
         if stat.S_ISDIR(facts.st_mode):
-            touched.append((facts.st_mtime, folder))
-    return heapq.nlargest(MOST_DESCRIBED, touched)
+            yield facts.st_mtime, folder
 
 
-def _measure(vfs: Vfs, folder: str) -> tuple[int, int]:
-    """Estimate chunks and bytes of a namespace from its first shards; exact for a small one."""
+def _measure(vfs: Vfs, folder: str, is_mounted: bool) -> tuple[int, int]:
+    """Estimate chunks and bytes of a namespace from its first shards; exact for a small one.
+
+    A mount need not tell how many blocks a file has.
+    """
     chunks = num_bytes = 0
     share = 1.0
     for shard in walk(vfs, folder):
         chunks += len(shard.chunks)
-        num_bytes += sum(facts.st_blocks * 512 for _, facts in shard.chunks)
+        sizes = (each.st_size if is_mounted else each.st_blocks * 512 for _, each in shard.chunks)
+        num_bytes += sum(sizes)
         if chunks >= _SAMPLE:
             share = len(SHARDS) / (1 + SHARDS.index(shard.name))
             break

@@ -15,6 +15,7 @@ import os
 import secrets
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 from kvoffload.backends.asynchronous import AsyncChunkBackend
@@ -30,12 +31,13 @@ from kvoffload.backends.base import (
 from kvoffload.backends.blocking_pool import run_once
 from kvoffload.backends.disk import manifest
 from kvoffload.backends.disk.chunk_file import bytes_on_disk
+from kvoffload.backends.disk.namespace_sample import described
 from kvoffload.backends.disk.paths import MANIFEST
 from kvoffload.backends.disk.vfs import Vfs
 from kvoffload.backends.folder.chunk_files import ChunkFiles, Found
 from kvoffload.backends.folder.known import KnownChunks
 from kvoffload.backends.folder.mount import Late, Mount, Stalled, Turn
-from kvoffload.backends.folder.namespaces import described, purge
+from kvoffload.backends.folder.namespaces import purge
 from kvoffload.backends.folder.options import FolderOptions
 from kvoffload.backends.folder.records import Records
 from kvoffload.backends.folder.seal import read_secret
@@ -299,7 +301,8 @@ class FolderBackend(AsyncChunkBackend):
         if self.is_closed:
             return []
         root, own = self._root.path, self._namespace
-        found = await run_once(described, self._vfs, root, own, lambda: self.is_closed)
+        look = partial(described, is_mounted=True)
+        found = await run_once(look, self._vfs, root, own, lambda: self.is_closed)
         names = (each.namespace.removesuffix(self._suffix) for each in found)
         return [each._replace(namespace=n) for each, n in zip(found, names, strict=True)]
 
