@@ -7,9 +7,7 @@ namespaces of their own: those without it see none of their chunks, and no damag
 
 import hmac
 import logging
-import stat
 import struct
-from pathlib import Path
 from typing import Any
 
 import xxhash
@@ -20,12 +18,10 @@ from kvoffload.backends.header import (
     Header,
 )
 from kvoffload.backends.seals import ChecksumSeal, fault_by_check
-from kvoffload.errors import ConfigError
+from kvoffload.backends.secret_files import exposure, read_key
 
 log = logging.getLogger(__name__)
 
-_LEAST_BYTES, _LEAST_DISTINCT = 32, 8
-_RANDOM = "openssl rand -hex 32 makes one"
 _MAC_BYTES = 32
 _SEAL = struct.Struct("<Q")
 
@@ -118,21 +114,8 @@ def read_secret(file: str) -> SecretSeal | None:
     Raises:
         ConfigError: the file cannot be read, or holds no secret.
     """
-    if not file:
+    if (key := read_key(file, "kvoffload folder v1")) is None:
         return None
-    try:
-        mode = stat.S_IMODE(Path(file).stat().st_mode)
-        secret = Path(file).read_bytes().strip()
-    except OSError as error:
-        raise ConfigError("secret_file", file, f"cannot be read: {error.strerror}") from error
-    if len(secret) < _LEAST_BYTES or len(set(secret)) < _LEAST_DISTINCT:
-        remedy = f"needs at least {_LEAST_BYTES} random bytes; {_RANDOM}"
-        raise ConfigError("secret_file", file, remedy)
-    if mode & 0o077:
-        text = (
-            "folder: secret_file = %r: its mode %04o opens the secret to other users; chmod 600 it"
-        )
-        log.warning(text, file, mode)
-    import blake3
-
-    return SecretSeal(blake3.blake3(secret, derive_key_context="kvoffload folder v1").digest())
+    for problem, remedy in exposure("secret_file", file):
+        log.warning("folder: %s; %s", problem, remedy)
+    return SecretSeal(key)

@@ -22,7 +22,8 @@ from kvoffload.backends.object.failures import (
     is_unknown,
 )
 from kvoffload.backends.object.naming import PROBE
-from kvoffload.backends.object.options import ObjectOptions, Place, parse_url, read_secret
+from kvoffload.backends.object.options import ObjectOptions, Place, parse_url
+from kvoffload.backends.secret_files import read_text
 from kvoffload.errors import ConfigError
 
 if TYPE_CHECKING:  # settings are read and described without the library, too
@@ -240,9 +241,9 @@ def _s3(options: ObjectOptions, place: Place, common: dict[str, Any]) -> "Store"
 
         def credentials() -> dict[str, Any]:
             return {
-                "access_key_id": read_secret(options, "access_key"),
-                "secret_access_key": read_secret(options, "secret_key"),
-                "token": read_secret(options, "token") or None,
+                "access_key_id": read_text(options, "access_key"),
+                "secret_access_key": read_text(options, "secret_key"),
+                "token": read_text(options, "token") or None,
             }
 
         settings["credential_provider"] = _renewed(credentials)
@@ -254,9 +255,9 @@ def _s3(options: ObjectOptions, place: Place, common: dict[str, Any]) -> "Store"
 def _gs(options: ObjectOptions, place: Place, common: dict[str, Any]) -> "Store":
     settings: dict[str, Any] = {"base_url": options.endpoint} if options.endpoint else {}
     if options.is_given("secret_key"):
-        settings["service_account_key"] = read_secret(options, "secret_key")
+        settings["service_account_key"] = read_text(options, "secret_key")
     if options.is_given("token"):
-        settings["credential_provider"] = _renewed(lambda: {"token": read_secret(options, "token")})
+        settings["credential_provider"] = _renewed(lambda: {"token": read_text(options, "token")})
     from obstore.store import GCSStore
 
     return GCSStore(place.bucket, **settings, **common)
@@ -270,7 +271,7 @@ def _az(options: ObjectOptions, place: Place, common: dict[str, Any]) -> "Store"
         if options.is_given(name):
 
             def credentials(name: str = name, field: str = field) -> dict[str, Any]:
-                return {field: read_secret(options, name)}
+                return {field: read_text(options, name)}
 
             settings["credential_provider"] = _renewed(credentials)
     from obstore.store import AzureStore

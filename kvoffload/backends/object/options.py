@@ -3,14 +3,13 @@
 No code opens a socket. No error, log line or repr made here contains any part of a secret.
 """
 
-import os
 import re
-from pathlib import Path
 from typing import Any, Literal, NamedTuple
 from urllib.parse import urlsplit
 
 import msgspec
 
+from kvoffload.backends.secret_files import exposure
 from kvoffload.config import ByteSize
 from kvoffload.errors import ConfigError, shown
 from kvoffload.extras import check_extra
@@ -174,44 +173,10 @@ def _check_endpoint(endpoint: str, provider: Provider) -> None:
         raise ConfigError("endpoint", shown(endpoint), remedy)
 
 
-def read_secret(options: ObjectOptions, name: str) -> str:
-    """Read a secret from its environment variable or file; empty without one.
-
-    Raises:
-        ConfigError: it cannot be read, or is empty.
-    """
-    variable, file = getattr(options, f"{name}_env"), getattr(options, f"{name}_file")
-    if variable:
-        if secret := os.environ.get(variable, "").strip():
-            return secret
-        state = "empty" if variable in os.environ else "not set"
-        raise ConfigError(f"{name}_env", variable, f"this environment variable is {state}")
-    if not file:
-        return ""
-    try:
-        content = Path(file).read_bytes()
-    except OSError as error:
-        raise ConfigError(f"{name}_file", file, f"cannot be read: {error.strerror}") from error
-    secret = content.decode(errors="replace").strip()  # a decode error would contain the secret
-    if "\ufffd" in secret:
-        raise ConfigError(f"{name}_file", file, "must hold the secret as text, and is not UTF-8")
-    if not secret:
-        raise ConfigError(f"{name}_file", file, "is empty: write the secret into it")
-    return secret
-
-
 def weaknesses(options: ObjectOptions) -> list[tuple[str, str]]:
     """Return flaws that are no reason to refuse the settings, each with its remedy."""
-    found = []
-    for name in _SECRETS:
-        file = getattr(options, f"{name}_file")
-        try:
-            mode = Path(file).stat().st_mode & 0o777 if file else 0
-        except OSError:
-            continue  # the code that reads the file reports it
-        if mode & 0o077:
-            problem = f"{name}_file = {file!r}: its mode {mode:04o} opens it to other users"
-            found.append((problem, f"chmod 600 {file}"))
+    files = [f"{name}_file" for name in _SECRETS]
+    found = [each for field in files for each in exposure(field, getattr(options, field))]
     if is_in_the_clear(options):
         problem = "the network carries chunks in the clear; they reveal prompts"
         found.append((problem, "use an endpoint with https://, or a private network"))

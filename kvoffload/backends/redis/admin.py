@@ -38,11 +38,12 @@ from kvoffload.backends.redis.namespace_info import (
     namespace_prefix,
     read_facts,
 )
-from kvoffload.backends.redis.options import Access, value_key
+from kvoffload.backends.redis.options import KEY_CONTEXT, Access
 from kvoffload.backends.redis.resp import Filled, ServerError, encode
 from kvoffload.backends.redis.sealer import Sealer
 from kvoffload.backends.redis.value_check import StoredValue, ValueCheck
 from kvoffload.backends.seals import Seal, is_of
+from kvoffload.backends.secret_files import read_key
 from kvoffload.backends.verification import Verification
 from kvoffload.config import human_bytes
 from kvoffload.errors import ConfigError
@@ -354,7 +355,8 @@ def _remove_unused(
 
 
 def _verify(operator: Operator, wanted: Check) -> Verified:
-    check = ValueCheck(value_key(operator.access.options.secret_file), operator.cipher)
+    secret = read_key(operator.access.options.secret_file, KEY_CONTEXT)
+    check = ValueCheck(secret, operator.cipher)
     run = Verification(_values(operator), wanted, lambda value: value.stored_bytes)
     for address, values in groupby(sorted(run.chosen), lambda value: value.address):
         with operator.connected(address) as connection:

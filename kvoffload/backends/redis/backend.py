@@ -40,10 +40,11 @@ from kvoffload.backends.redis.doctor import IF_FAILED, IF_SLOW, examine
 from kvoffload.backends.redis.namespace_info import NamespaceInfo, namespace_prefix
 from kvoffload.backends.redis.namespace_scan import described
 from kvoffload.backends.redis.node import Node
-from kvoffload.backends.redis.options import Access, RedisOptions, redacted, value_key
+from kvoffload.backends.redis.options import KEY_CONTEXT, Access, RedisOptions, redacted
 from kvoffload.backends.redis.sealer import Sealer
 from kvoffload.backends.redis.topology import Topology
 from kvoffload.backends.seals import Seal
+from kvoffload.backends.secret_files import read_key
 from kvoffload.backends.threaded import ThreadPoolBackend
 from kvoffload.errors import ConfigError
 
@@ -82,7 +83,8 @@ class RedisBackend(ThreadPoolBackend, RedisAdmin):
         self._access = Access(options)
         for problem, remedy in self._access.weaknesses():
             log.warning("redis: %s; %s", problem, remedy)
-        self._sealer = Sealer(namespace_digest(namespace), value_key(options.secret_file))
+        secret = read_key(options.secret_file, KEY_CONTEXT)
+        self._sealer = Sealer(namespace_digest(namespace), secret)
         at_once = _SERVERS_AT_ONCE if self._access.target.kind == "cluster" else 1
         threads = min(_MAX_THREADS, at_once * options.connections)
         super().__init__(threads=threads, store_threads=threads, stall_s=_NEVER_S, name="redis")

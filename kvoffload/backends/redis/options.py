@@ -3,11 +3,8 @@
 No error, log line or repr made here contains any part of a secret.
 """
 
-import os
 import re
 import ssl
-import stat
-from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import parse_qsl, unquote
 
@@ -15,14 +12,12 @@ import msgspec
 
 from kvoffload.backends.redis.allowed import AllowedServers
 from kvoffload.backends.redis.connection import Address
+from kvoffload.backends.secret_files import exposure, is_guessable, read_file, read_text
 from kvoffload.config import ByteSize
 from kvoffload.errors import HIDDEN, ConfigError, shown
 from kvoffload.extras import check_extra
 
-MIN_SECRET_BYTES = 32
 MIN_PASSWORD_CHARS = 16
-_MIN_DISTINCT = 8
-"""Distinct bytes of a secret; even hexadecimal random bytes have more."""
 _SCHEMES = ("redis", "rediss", "unix")
 _KINDS = ("", "sentinel", "cluster")
 _TEN_YEARS_S = 10 * 365 * 86400.0
@@ -40,7 +35,10 @@ _ESCAPES = (
     "the file of password_file"
 )
 _NO_TLS = "needs TLS: write rediss:// in the URL, or leave this setting out"
-_RANDOM = "write random bytes into it: openssl rand -hex 32"
+_LINE_ENDS = "\r\n"
+"""What a file has behind a password; one may begin or end with a space."""
+KEY_CONTEXT = "kvoffload redis values v1"
+"""Of the key, derived from ``secret_file``, that authenticates values."""
 _HOST = re.compile(r"(\[[^][@\s]+\]|[^][:@\s]+)(?::([0-9]{0,5}))?")
 _DATABASE = re.compile(r"[0-9]{1,9}")
 
@@ -223,10 +221,10 @@ class Access:
 
     def password(self) -> str:
         """Read the password again, because an operator may have changed it; raises ConfigError."""
-        return _read_password("password", self.options)
+        return read_text(self.options, "password", _LINE_ENDS)
 
     def sentinel_password(self) -> str:
-        return _read_password("sentinel_password", self.options)
+        return read_text(self.options, "sentinel_password", _LINE_ENDS)
 
     def weaknesses(self) -> list[tuple[str, str]]:
         """Return flaws of secrets that are no reason to refuse them, each with its remedy."""
@@ -235,74 +233,13 @@ class Access:
             ("password", self.password()),
             ("Sentinels' password", self.sentinel_password()),
         ):
-            if password and _is_guessable(password, MIN_PASSWORD_CHARS):
+            if password and is_guessable(password, MIN_PASSWORD_CHARS):
                 problem = f"the {name} has fewer than {MIN_PASSWORD_CHARS} characters, or few kinds"
                 remedy = "use a random one: ACL GENPASS, or openssl rand -hex 32"
                 found.append((problem, remedy))
         for name in ("password_file", "sentinel_password_file", "secret_file", "key_file"):
-            if path := getattr(self.options, name):
-                found += _exposure(name, path)
+            found += exposure(name, getattr(self.options, name))
         return found
-
-
-def _exposure(field: str, path: str) -> list[tuple[str, str]]:
-    """Return a weakness if other users of this machine may read or write a file."""
-    try:
-        mode = stat.S_IMODE(Path(path).stat().st_mode)
-    except OSError:
-        return []  # the code that reads the file reports it
-    if not mode & 0o077:
-        return []
-    problem = f"{field} = {path!r}: its mode {mode:04o} opens the secret to other users"
-    return [(problem, f"chmod 600 {path}")]
-
-
-def _is_guessable(secret: bytes | str, min_length: int) -> bool:
-    return len(secret) < min_length or len(set(secret)) < _MIN_DISTINCT
-
-
-def _read_file(field: str, path: str) -> bytes:
-    try:
-        return Path(path).read_bytes()
-    except OSError as error:
-        raise ConfigError(field, path, f"cannot be read: {error.strerror}") from error
-
-
-def _read_password(name: str, options: RedisOptions) -> str:
-    """Read a password from its environment variable, else from its file; raises ConfigError."""
-    variable, file = getattr(options, f"{name}_env"), getattr(options, f"{name}_file")
-    if variable:
-        if password := os.environ.get(variable):
-            return password
-        state = "empty" if variable in os.environ else "not set"
-        raise ConfigError(f"{name}_env", variable, f"this environment variable is {state}")
-    if not file:
-        return ""
-    try:
-        password = _read_file(f"{name}_file", file).decode().strip("\r\n")
-    except UnicodeDecodeError:
-        password = None  # raise outside this clause: the decode error contains the password
-    if password is None:
-        raise ConfigError(f"{name}_file", file, "must hold the password as text, and is not UTF-8")
-    if not password:
-        raise ConfigError(f"{name}_file", file, "is empty: write the password into it")
-    return password
-
-
-def value_key(file: str) -> bytes | None:
-    """Derive the key that authenticates values from ``secret_file``; None without a file."""
-    if not file:
-        return None
-    secret = _read_file("secret_file", file).strip()
-    if len(secret) < MIN_SECRET_BYTES:
-        problem = f"needs at least {MIN_SECRET_BYTES} bytes of secret"
-        raise ConfigError("secret_file", file, f"{problem}; {_RANDOM}")
-    if _is_guessable(secret, MIN_SECRET_BYTES):
-        raise ConfigError("secret_file", file, f"has few distinct bytes; {_RANDOM}")
-    import blake3
-
-    derived: bytes = blake3.blake3(secret, derive_key_context="kvoffload redis values v1").digest()
-    return derived
 
 
 def _tls_context(options: RedisOptions) -> ssl.SSLContext:
@@ -311,9 +248,9 @@ def _tls_context(options: RedisOptions) -> ssl.SSLContext:
     except OSError as error:  # ssl.SSLError is one
         raise ConfigError("ca_file", options.ca_file, f"cannot be used: {error}") from error
     if options.cert_file:
-        _read_file("cert_file", options.cert_file)
+        read_file("cert_file", options.cert_file)
         if options.key_file:
-            _read_file("key_file", options.key_file)
+            read_file("key_file", options.key_file)
         try:
             # An empty password keeps OpenSSL from asking the terminal for an encrypted key's.
             context.load_cert_chain(options.cert_file, options.key_file or None, password="")
