@@ -283,13 +283,13 @@ def named(wanted: str, names: Iterable[str], field: str = "namespace") -> str:
     raise ConfigError(field, wanted, problem)
 
 
-async def measure(backend: Backend) -> list[tuple[int, float]]:
+async def measure(backend: Backend, chunks: int = MEASURED_CHUNKS) -> list[tuple[int, float]]:
     """Measure stores and loads of some chunks, and remove them.
 
     Returns:
         For the stores and for the loads: how many failed, and the bytes a second.
     """
-    keys = [secrets.token_bytes(36) for _ in range(MEASURED_CHUNKS)]
+    keys = [secrets.token_bytes(36) for _ in range(chunks)]
     # Each chunk in pages of its own, as direct I/O needs it.
     slots = [memoryview(mmap.mmap(-1, MEASURED_BYTES)) for _ in keys]
     for slot in slots:  # what no file system can compress
@@ -307,9 +307,13 @@ async def measure(backend: Backend) -> list[tuple[int, float]]:
         await backend.remove(keys)
 
 
-async def throughput(backend: Backend, if_failed: str, if_slow: str) -> list[Finding]:
-    """Return what :func:`measure` finds, with a store's own remedies."""
-    findings = []
+async def throughput(
+    backend: Backend, examined: Sequence[Finding], if_failed: str, if_slow: str
+) -> list[Finding]:
+    """Add what :func:`measure` finds, with a store's own remedies, unless a check failed."""
+    findings = list(examined)
+    if any(finding.verdict == "failed" for finding in examined):
+        return findings
     for what, (failed, per_s) in zip(("store", "load"), await measure(backend), strict=True):
         detail = f"{what}: {human_bytes(per_s)}/s with chunks of {human_bytes(MEASURED_BYTES)}"
         failure = f"{failed} of {MEASURED_CHUNKS} chunks failed; {detail}"

@@ -4,22 +4,21 @@ It changes and evicts nothing. It measures in a root of its own, a sub-folder th
 """
 
 import contextlib
-import mmap
 import os
 import secrets
 import shutil
 import stat
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from kvoffload.backends.admin import (
-    MEASURED_BYTES,
     SLOW_BYTES_PER_S,
     Finding,
     counted,
     duration,
     first_of,
+    measure,
 )
 from kvoffload.backends.base import Backend
 from kvoffload.backends.blocking_pool import run_once
@@ -237,7 +236,6 @@ async def _rates(
     """Measure stores and loads with 1, 8 and 32 chunks at once."""
     found = []
     for depth in _DEPTHS:
-        keys = [secrets.token_bytes(36) for _ in range(max(8, depth))]
         settings = {
             "root": f"{scratch}/{depth}",
             "capacity": _SCRATCH_BYTES,
@@ -248,28 +246,22 @@ async def _rates(
         }
         backend = await run_once(open_backend, "folder", settings, "kvoffload-doctor")
         try:
-            found.append(await _rate(backend, depth, keys))
+            found.append(await _rate(backend, depth))
         finally:
             await backend.close()
     return found
 
 
-async def _rate(backend: Backend, depth: int, keys: Sequence[bytes]) -> Finding:
-    slots = [memoryview(mmap.mmap(-1, MEASURED_BYTES)) for _ in keys]
-    for slot in slots:  # what no file system can compress
-        slot[:] = secrets.token_bytes(MEASURED_BYTES)
-    rates, missed = [], 0
-    for call in (backend.write, backend.read):
-        began_s = time.perf_counter()
-        good = sum(map(bool, await call(keys, slots)))
-        rates.append(good * MEASURED_BYTES / (time.perf_counter() - began_s))
-        missed += len(keys) - good
+async def _rate(backend: Backend, depth: int) -> Finding:
+    (refused, stored_per_s), (missed, loaded_per_s) = await measure(backend, max(8, depth))
+    rates = stored_per_s, loaded_per_s
     stored, loaded = (f"{human_bytes(rate)}/s" for rate in rates)
     detail = f"{counted(depth, 'chunk')} at once: stores {stored}, loads {loaded}"
     is_deep = depth == _DEPTHS[-1]
     return first_of(
         f"depth {depth}",
-        (missed, "failed", "a chunk was refused or missed", "see the log for the reason"),
+        (refused or missed, "failed", "a chunk was refused or missed",
+         "see the log for the reason"),
         (is_deep and min(rates) < SLOW_BYTES_PER_S, "warning", detail,
          "recomputation may be faster than this mount"),
         (True, "ok", detail, ""),

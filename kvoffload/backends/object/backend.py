@@ -367,10 +367,7 @@ class ObjectBackend(ThreadedBackend, ObjectAdmin):
 
     async def diagnose(self) -> list[Finding]:
         """Examine the bucket; then store and load, if nothing failed."""
-        findings = await self._apart(examine)
-        if not any(finding.verdict == "failed" for finding in findings):
-            findings += await throughput(self, IF_FAILED, IF_SLOW)
-        return findings
+        return await throughput(self, await self._apart(examine), IF_FAILED, IF_SLOW)
 
     def _renew_facts(self) -> None:
         if self._facts and time.monotonic() > self._describe_at_s:

@@ -247,10 +247,7 @@ class RedisBackend(ThreadPoolBackend, RedisAdmin):
 
     async def diagnose(self) -> list[Finding]:
         """Examine the servers; then store and load, if nothing failed."""
-        findings = await self._apart(examine)
-        if not any(finding.verdict == "failed" for finding in findings):
-            findings += await throughput(self, IF_FAILED, IF_SLOW)
-        return findings
+        return await throughput(self, await self._apart(examine), IF_FAILED, IF_SLOW)
 
     # ---- servers -------------------------------------------------------------------------------
 

@@ -44,10 +44,8 @@ async def examined(answer, host="127.0.0.1", **settings):
         settings = {"connect_timeout_s": 10.0, **settings}
         access = access_of(f"redis://{host}:{server.port}", **settings)
         findings = await asyncio.to_thread(redis_doctor.examine, Operator(access))
-        if not any(finding.verdict == "failed" for finding in findings):
-            backend = MemoryBackend(MemoryOptions(), "doctor")
-            findings += await throughput(backend, redis_doctor.IF_FAILED, redis_doctor.IF_SLOW)
-        return findings
+        backend = MemoryBackend(MemoryOptions(), "doctor")
+        return await throughput(backend, findings, redis_doctor.IF_FAILED, redis_doctor.IF_SLOW)
 
 
 def answering(info, /, **refused):
@@ -204,7 +202,7 @@ async def test_transfers_are_measured_and_their_chunks_removed(
     monkeypatch.setattr(redis_doctor.time, "perf_counter", lambda: next(readings))
     backend = Measured(MemoryOptions(), "doctor")
     backend.refused = refused
-    findings = await throughput(backend, redis_doctor.IF_FAILED, redis_doctor.IF_SLOW)
+    findings = await throughput(backend, [], redis_doctor.IF_FAILED, redis_doctor.IF_SLOW)
     assert [finding.verdict for finding in findings] == verdicts
     assert findings[0].detail.startswith(detail)
     assert all(bool(f.remedy) == (f.verdict != "ok") for f in findings)

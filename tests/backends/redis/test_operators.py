@@ -190,7 +190,7 @@ async def test_a_doctor_measures_transfers_without_the_time_to_connect(monkeypat
     backend = SlowToConnect()
     clock = SimpleNamespace(perf_counter=lambda: backend.now_s)
     monkeypatch.setattr(admin, "time", clock)
-    findings = await admin.throughput(backend, "", "")
+    findings = await admin.throughput(backend, [], "", "")
     assert [finding.detail.split(" with")[0] for finding in findings] == [
         "store: 320.0 MiB/s",
         "load: 320.0 MiB/s",
