@@ -90,9 +90,14 @@ def running_checksum() -> xxhash.xxh3_128:
     return xxhash.xxh3_128()
 
 
+def is_key(key: bytes) -> bool:
+    """Return whether a header can hold a key; the file name of an empty key would be a folder's."""
+    return 0 < len(key) <= MAX_KEY_BYTES
+
+
 def check_key(key: bytes) -> None:
     """Refuse a key that no header can hold; raises ValueError."""
-    if not 0 < len(key) <= MAX_KEY_BYTES:
+    if not is_key(key):
         raise ValueError(f"a key has 1 to {MAX_KEY_BYTES} bytes, not {len(key)}")
 
 

@@ -16,6 +16,7 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 from kvoffload.backends.base import Described, ReadResult, Removal, Usage, Written, check_lengths
@@ -26,12 +27,11 @@ from kvoffload.backends.disk.housekeeper import Housekeeper
 from kvoffload.backends.disk.index import Name, name_of, named
 from kvoffload.backends.disk.namespace_sample import described
 from kvoffload.backends.disk.options import DiskOptions
-from kvoffload.backends.disk.paths import MANIFEST
 from kvoffload.backends.disk.reservation import Reservation
 from kvoffload.backends.disk.scanner import purge
-from kvoffload.backends.disk.store import DiskStore, is_key
+from kvoffload.backends.disk.store import DiskStore
 from kvoffload.backends.disk.vfs import Vfs
-from kvoffload.backends.header import check_key, namespace_digest
+from kvoffload.backends.header import check_key, is_key, namespace_digest
 from kvoffload.backends.seals import Seal
 from kvoffload.backends.threaded import ThreadPoolBackend
 from kvoffload.config import human_bytes
@@ -351,21 +351,13 @@ class DiskBackend(ThreadPoolBackend):
         return task
 
     def _write_manifest(self, facts: Mapping[str, str]) -> None:
-        """Write name and facts of the namespace once; facts replace a name alone."""
-        store, text = self._store, manifest.text_of(self.namespace, facts)
-        target = f"{store.folder(0)}/{MANIFEST}"
+        store, folder = self._store, self._store.folder(0)
+        temporary = partial(store.root.writer.temporary, counted=False)
         with self._describing:
             try:
-                try:
-                    present = bytes(store.vfs.read_file(target, manifest.MOST_BYTES))
-                    if not facts or present != manifest.text_of(self.namespace, {}):
-                        return
-                except FileNotFoundError:
-                    pass
-                temporary = store.root.writer.temporary(counted=False)
-                store.vfs.replace_file(target, temporary, text)
+                manifest.write(store.vfs, folder, self.namespace, facts, temporary)
             except OSError as error:
-                log.warning("disk: cannot write %s: %s", target, error)
+                log.warning("disk: cannot write a manifest into %s: %s", folder, error)
 
     def _refuses(self, kind: str, items: int) -> bool:
         """Return whether to answer False to all: closed, or other users may change the root."""

@@ -1,7 +1,8 @@
 """The manifest of a namespace folder: the facts behind its name, for people."""
 
+import contextlib
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from kvoffload.backends.disk.paths import MANIFEST
@@ -11,8 +12,7 @@ from kvoffload.backends.header import namespace_digest
 MOST_BYTES = 1 << 20
 
 
-def text_of(namespace: str, facts: Mapping[str, str]) -> bytes:
-    """Return the content of a manifest."""
+def _text(namespace: str, facts: Mapping[str, str]) -> bytes:
     manifest = {"format": 1, "namespace": namespace, "facts": dict(facts)}
     return (json.dumps(manifest, indent=2, sort_keys=True) + "\n").encode()
 
@@ -24,6 +24,21 @@ def read(vfs: Vfs, folder: str) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}
+
+
+def write(
+    vfs: Vfs, folder: str, namespace: str, facts: Mapping[str, str], temporary: Callable[[], str]
+) -> None:
+    """Write name and facts of a namespace once; facts replace a name alone. Raises OSError.
+
+    ``temporary`` returns the path of the file that becomes the manifest.
+    """
+    target = f"{folder}/{MANIFEST}"
+    with contextlib.suppress(FileNotFoundError):
+        present = bytes(vfs.read_file(target, MOST_BYTES))
+        if not facts or present != _text(namespace, {}):
+            return
+    vfs.replace_file(target, temporary(), _text(namespace, facts))
 
 
 def name_in(manifest: Mapping[str, Any], folder: str) -> str:

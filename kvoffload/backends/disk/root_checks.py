@@ -181,12 +181,16 @@ def check_fresh_or_root(vfs: Vfs, root: str) -> bool:
     if WRITERS in names:
         check_root(vfs, root)
         return True
-    foreign = [n for n in names if n not in _HARMLESS and not n.startswith(SCRATCH)]
-    if foreign:
-        some = ", ".join(sorted(foreign)[:3]) + (", ..." if len(foreign) > 3 else "")
+    refuse_foreign(root, (n for n in names if n not in _HARMLESS and not n.startswith(SCRATCH)))
+    return False
+
+
+def refuse_foreign(root: str, names: Iterable[str]) -> None:
+    """Raise ConfigError if there are names of other files in a root."""
+    if foreign := sorted(names):
+        some = ", ".join(foreign[:3]) + (", ..." if len(foreign) > 3 else "")
         remedy = f"has other files in it ({some}); a store needs a folder of its own"
         raise ConfigError("root", root, remedy)
-    return False
 
 
 def refuse_other_store(root: str, names: Iterable[str]) -> None:

@@ -31,7 +31,7 @@ from kvoffload.backends.disk.shards import Shards
 from kvoffload.backends.disk.slots import Slots
 from kvoffload.backends.disk.space import Space
 from kvoffload.backends.disk.vfs import Vfs
-from kvoffload.backends.header import MAX_KEY_BYTES, NOT_DAMAGED, namespace_digest
+from kvoffload.backends.header import NOT_DAMAGED, is_key, namespace_digest
 from kvoffload.backends.log_rate import Throttle
 from kvoffload.errors import ConfigError
 from kvoffload.policies.tenant_order import TenantShares
@@ -438,8 +438,3 @@ class DiskStore(Counts):
             self._release(allocated, lambda: self.vfs.unlink(path))
 
         self.quarantine.trim(remove)
-
-
-def is_key(key: bytes) -> bool:
-    """Return whether a key is valid; the file name of an empty key would be its folder's."""
-    return 0 < len(key) <= MAX_KEY_BYTES

@@ -32,7 +32,6 @@ from kvoffload.backends.blocking_pool import run_once
 from kvoffload.backends.disk import manifest
 from kvoffload.backends.disk.chunk_file import bytes_on_disk
 from kvoffload.backends.disk.namespace_sample import described
-from kvoffload.backends.disk.paths import MANIFEST
 from kvoffload.backends.disk.vfs import Vfs
 from kvoffload.backends.folder.chunk_files import ChunkFiles, Found
 from kvoffload.backends.folder.known import KnownChunks
@@ -367,17 +366,13 @@ class FolderBackend(AsyncChunkBackend):
             self._removals.append(Removal(key, "corrupt"))
 
     def _write_manifest(self, facts: Mapping[str, str]) -> None:
-        """Write name and facts of the namespace once; facts replace a name alone."""
-        vfs, target = self._vfs, f"{self._folder}/{MANIFEST}"
-        text = manifest.text_of(self._namespace, facts)
+        vfs, folder = self._vfs, self._folder
+
+        def temporary() -> str:
+            vfs.make_folder(folder)
+            return f"{folder}/.{self._token}"
+
         try:
-            try:
-                present = bytes(vfs.read_file(target, manifest.MOST_BYTES))
-                if not facts or present != manifest.text_of(self._namespace, {}):
-                    return
-            except FileNotFoundError:
-                pass
-            vfs.make_folder(self._folder)
-            vfs.replace_file(target, f"{self._folder}/.{self._token}", text)
+            manifest.write(vfs, folder, self._namespace, facts, temporary)
         except OSError as error:
-            log.warning("folder: cannot write %s: %s", target, error)
+            log.warning("folder: cannot write a manifest into %s: %s", folder, error)

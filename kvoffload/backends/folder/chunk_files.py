@@ -11,13 +11,13 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from kvoffload.backends.base import ReadResult
-from kvoffload.backends.disk.chunk_file import reason_of, strangeness
+from kvoffload.backends.disk.chunk_file import continued, reason_of, strangeness
 from kvoffload.backends.disk.paths import shard_of
 from kvoffload.backends.disk.vfs import Vfs
 from kvoffload.backends.folder.mount import Turn
 from kvoffload.backends.folder.places import STORE
 from kvoffload.backends.frames import Frames
-from kvoffload.backends.header import ALIGNED_BYTES, MAX_KEY_BYTES, Header, parse_header
+from kvoffload.backends.header import ALIGNED_BYTES, Header, is_key, parse_header
 
 
 class Found(NamedTuple):
@@ -74,7 +74,7 @@ class ChunkFiles:
             is_of_this_length = facts.st_size == len(header) + into.nbytes
             wanted = [header, into] if is_of_this_length else [header]
             with turn.memory():
-                moved = _whole(vfs.preadv, fd, wanted)
+                moved = continued(vfs.preadv, fd, wanted, 0)
                 if is_of_this_length and moved < facts.st_size:
                     return Found("corrupt_short", facts)
                 why = _why_of_another_length(header[:moved], facts.st_size)
@@ -112,7 +112,7 @@ class ChunkFiles:
         try:
             try:
                 with turn.memory():
-                    moved = _whole(vfs.pwritev, fd, [memoryview(header), chunk])
+                    moved = continued(vfs.pwritev, fd, [memoryview(header), chunk], 0)
             except BaseException:
                 vfs.close_quietly(fd)
                 raise
@@ -176,11 +176,6 @@ class ChunkFiles:
             return vfs.open(temporary, flags)
 
 
-def is_key(key: bytes) -> bool:
-    """Return whether a header can hold a key; the file name of an empty key would be a folder's."""
-    return 0 < len(key) <= MAX_KEY_BYTES
-
-
 def _why_of_another_length(header: memoryview, file_bytes: int) -> str:
     """Return why a file that is not as long as the chunk wanted is damaged; empty if it is not."""
     found = parse_header(header)
@@ -189,20 +184,3 @@ def _why_of_another_length(header: memoryview, file_bytes: int) -> str:
     if isinstance(found, Header) and found.header_bytes + found.payload_bytes != file_bytes:
         return "corrupt_size"
     return ""
-
-
-def _whole(
-    call: Callable[[int, Sequence[memoryview], int], int], fd: int, buffers: Sequence[memoryview]
-) -> int:
-    """Read or write from the start of a file until nothing more moves; return the bytes moved."""
-    done, rest = 0, list(buffers)
-    while rest:
-        moved = call(fd, rest, done)
-        if moved <= 0:
-            break
-        done += moved
-        while rest and moved >= rest[0].nbytes:
-            moved -= rest.pop(0).nbytes
-        if rest:
-            rest[0] = rest[0][moved:]
-    return done

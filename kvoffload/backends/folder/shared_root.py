@@ -7,7 +7,12 @@ import secrets
 
 from kvoffload.backends.disk import paths as disk_paths
 from kvoffload.backends.disk.paths import SCRATCH, is_namespace
-from kvoffload.backends.disk.root_checks import denied, refuse_exposed, refuse_unsafe
+from kvoffload.backends.disk.root_checks import (
+    denied,
+    refuse_exposed,
+    refuse_foreign,
+    refuse_unsafe,
+)
 from kvoffload.backends.disk.vfs import Vfs
 from kvoffload.backends.folder.places import HOSTS, LEASE, NEW, STORE
 from kvoffload.backends.folder.records import Records, StoreRecord
@@ -91,10 +96,7 @@ def check_content(vfs: Vfs, path: str) -> bool:
         return True
     ours = {HOSTS, LEASE, *_HARMLESS}
     foreign = [n for n in names if n not in ours and not n.startswith((NEW, SCRATCH))]
-    if foreign := [name for name in foreign if not is_namespace(name)]:
-        some = ", ".join(sorted(foreign)[:3]) + (", ..." if len(foreign) > 3 else "")
-        remedy = f"has other files in it ({some}); a store needs a folder of its own"
-        raise ConfigError("root", path, remedy)
+    refuse_foreign(path, (name for name in foreign if not is_namespace(name)))
     return False
 
 
