@@ -132,6 +132,8 @@ ENGINES = _server_metric("gauge", "engines", "", "engines",
     "Engines, or ranks of them, that are attached to the server of the host.")
 ENGINES_LEAVING = _server_metric("gauge", "engines_leaving", "", "engines",
     "Engines that have ended or left while a store's call still uses their memory.")
+NAMESPACE_BYTES = _server_metric("gauge", "namespace_bytes", "namespace", "bytes",
+    "Bytes of the server's memory that an attached namespace takes, where namespaces have shares.")
 ENGINE_LOAD_BYTES = _server_metric("counter", "engine_load_bytes", "engine", "bytes",
     "Bytes that the server of the host has read for an engine, named by its process.")
 ENGINE_LOAD_CHUNKS = _server_metric("counter", "engine_load_chunks", "engine", "chunks",

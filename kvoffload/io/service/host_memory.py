@@ -19,6 +19,7 @@ from kvoffload.backends.header import namespace_digest, running_checksum
 from kvoffload.io.lent_memory import ADVICE
 from kvoffload.io.service.free_blocks import FreeBlocks, TakenBlocks
 from kvoffload.io.service.memory_file import MemoryFile
+from kvoffload.io.service.namespace_shares import NamespaceOrder, NamespaceShares
 from kvoffload.policies.base import Policy
 from kvoffload.policies.kept_order import KeptOrder
 from kvoffload.policies.tenant_order import TenantOrder, TenantShares
@@ -52,15 +53,20 @@ class Reader(Protocol):
 
 
 class _Chunk:
-    __slots__ = ("header", "is_gone", "is_verified", "num_readers", "runs", "size")
+    __slots__ = ("gone_from", "header", "is_verified", "num_readers", "runs", "size")
 
     def __init__(self, header: bytes, runs: list[tuple[int, int]], size: int) -> None:
         self.header, self.runs, self.size = header, runs, size
         self.num_readers = 0
-        self.is_gone = False
-        """Whether the last reader frees its blocks."""
+        self.gone_from = b""
+        """The namespace that it has left; then the last reader frees its blocks."""
         self.is_verified = False
         """Whether its bytes have been checked here; no other process changes them."""
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether it has left."""
+        return bool(self.gone_from)
 
     @property
     def first(self) -> int:
@@ -93,6 +99,7 @@ class HostMemory:
         lends: whether other processes can map the memory. Many systems give private memory large
             pages, and shared memory none.
         tenants: shares of the tenants that :meth:`own` tells; used by this memory alone.
+        shares: those of namespaces, likewise; None: they have none, and nothing is counted.
         keeps: whether the next server may adopt the memory.
         fd: the memory of an earlier server, to be adopted if it is one like this; closed with it.
 
@@ -108,6 +115,7 @@ class HostMemory:
         *,
         lends: bool = False,
         tenants: TenantShares | None = None,
+        shares: NamespaceShares | None = None,
         keeps: bool = False,
         fd: int = -1,
     ) -> None:
@@ -137,10 +145,12 @@ class HostMemory:
         self._tables: dict[bytes, dict[bytes, _Chunk]] = {}
         """A namespace's number → its chunks by their keys: listing one looks at no other."""
         self._num_chunks = 0
-        self._make_policy, self._tenants = make_policy, tenants
+        self._make_policy, self._tenants, self._shares = make_policy, tenants, shares
         self._spared: set[Name] = set()
         """What requests in the engines' queues need, whether it is here or not."""
         self._order: KeptOrder | None = None
+        self._by_namespace: NamespaceOrder | None = None
+        """What that order wraps, if namespaces have shares."""
         self._passed: dict[_Chunk, Name] = {}
         """Chunks that an eviction has passed, as they are on loan or read: out of the order until
         that ends. So each costs one eviction a moment, and the next ones nothing."""
@@ -165,6 +175,8 @@ class HostMemory:
         """Tell a namespace's one reader of changes from now on."""
         with self._lock:
             self._readers[number] = reader
+            if self._shares is not None:
+                self._shares.attached.add(number)
 
     def list_to(self, number: bytes, reader: Reader) -> None:
         """List the keys of a namespace to its reader."""
@@ -176,12 +188,19 @@ class HostMemory:
         with self._lock:
             if self._readers.get(number) is reader:
                 del self._readers[number]
+                if self._shares is not None:
+                    self._shares.attached.discard(number)
 
     def names_of(self, namespace: str) -> list[Name]:
         """Return the names of the chunks of a namespace."""
         number = self.number_of(namespace)
         with self._lock:
             return [number + key for key in self._tables.get(number, ())]
+
+    def bytes_of(self, namespace: str) -> int | None:
+        """Return the bytes that count as a namespace's; None: namespaces have no shares."""
+        number = self.number_of(namespace)
+        return None if self._shares is None else self._shares.bytes_of[number]
 
     # ---- chunks ----
 
@@ -307,7 +326,7 @@ class HostMemory:
                 if known.size == chunk.nbytes:
                     return WriteResult.PRESENT
                 self._remove(name)
-            runs = self._take(_blocks_of(chunk.nbytes))
+            runs = self._take(name[:_NUMBER], _blocks_of(chunk.nbytes))
         if runs is None:
             return False
         try:
@@ -323,7 +342,7 @@ class HostMemory:
         finally:
             if runs:
                 with self._lock:
-                    self._release(runs)
+                    self._release(name[:_NUMBER], runs)
         return True
 
     def own(self, names: Iterable[Name], tenants: Iterable[bytes]) -> None:
@@ -379,29 +398,51 @@ class HostMemory:
 
     # ---- under the lock ----
 
-    def _take(self, count: int) -> list[tuple[int, int]] | None:
-        """Take so many blocks, and evict for them; None: not so many can be had."""
+    def _take(self, number: bytes, count: int) -> list[tuple[int, int]] | None:
+        """Take so many blocks for a namespace, and evict for them; None: there are not so many."""
         if count * BLOCK > self.capacity_bytes:
             return None
+        if self._shares is not None and not self._keep_within(number, count * BLOCK):
+            return None
         while self._free.num_blocks < count:
-            if not (victims := self._victims()):
+            if not self._evict(self._victims()):
                 return None
-            for name in victims:
-                chunk = self._chunk(name)
-                if chunk.num_readers:  # it would leave without making room
-                    self._passed[chunk] = name
-                    continue
-                self._leave(name)
-                if reader := self._readers.get(name[:_NUMBER]):
-                    reader.evicted(name[_NUMBER:])
+        if self._shares is not None:
+            self._shares.count(number, count * BLOCK)
         return self._free.take(count)
 
-    def _victims(self) -> Sequence[Name]:
-        if self._order is None:
+    def _keep_within(self, number: bytes, num_bytes: int = 0) -> bool:
+        """Evict until a namespace may have so many bytes more; False: it may not."""
+        while self._shares is not None and not self._shares.has_room(number, num_bytes):
+            if not self._evict(self._victims(number)):
+                return False
+        return True
+
+    def _evict(self, victims: Sequence[Name]) -> bool:
+        """Evict chunks that an order has named; False: it has named none."""
+        for name in victims:
+            chunk = self._chunk(name)
+            if chunk.num_readers:  # it would leave without making room
+                self._passed[chunk] = name
+                continue
+            self._leave(name)
+            if reader := self._readers.get(name[:_NUMBER]):
+                reader.evicted(name[_NUMBER:])
+        return bool(victims)
+
+    def _victims(self, number: bytes = b"") -> Sequence[Name]:
+        """Take the next chunk to leave out of the order: of one namespace, or of all."""
+        order, by_namespace = self._order, self._by_namespace
+        if order is None:
             return ()
-        if not (victims := self._order.victims(1)) and self._spared:
-            self._end_sparing(set(self._spared))
-            victims = self._order.victims(1)
+        take = order.victims
+        if by_namespace is not None and number:
+            take = partial(by_namespace.victims_of, number)
+        if not (victims := take(1)) and self._spared:
+            self._end_sparing({name for name in self._spared if name.startswith(number)})
+            victims = take(1)
+        if not victims and by_namespace is not None and not number:
+            victims = by_namespace.any_victims(1)
         return victims
 
     def _end_sparing(self, names: set[Name]) -> None:
@@ -417,12 +458,18 @@ class HostMemory:
     def _order_of(self, size: int) -> KeptOrder:
         if self._order is None:  # policies count chunks: all are as large as the first, say
             chunks = self.capacity_bytes // (_blocks_of(size) * BLOCK)
-            policy = self._make_policy(max(1, chunks))
             if self._tenants is not None:
                 self._tenants.limit(chunks)
-                policy = TenantOrder(policy, self._tenants)
+            make_policy = partial(self._new_policy, max(1, chunks))
+            if self._shares is not None:
+                self._by_namespace = NamespaceOrder(make_policy, self._shares, _number_in)
+            policy = make_policy() if self._by_namespace is None else self._by_namespace
             self._order = KeptOrder(policy, self._spared)
         return self._order
+
+    def _new_policy(self, chunks: int) -> Policy:
+        policy = self._make_policy(chunks)
+        return policy if self._tenants is None else TenantOrder(policy, self._tenants)
 
     def _remove(self, name: Name) -> None:
         if self._order is not None and not self._passed.pop(self._chunk(name), None):
@@ -434,9 +481,9 @@ class HostMemory:
         self._num_chunks -= 1
         if self._tenants is not None:
             self._tenants.forget((name,))
-        chunk.is_gone = True
+        chunk.gone_from = name[:_NUMBER]
         if not chunk.num_readers:
-            self._release(chunk.runs)
+            self._release(chunk.gone_from, chunk.runs)
         elif self._table:
             self._table.mark(chunk.first, is_lent=True, is_gone=True)
         self._tell(name)
@@ -459,7 +506,7 @@ class HostMemory:
             if chunk.num_readers:
                 continue
             if chunk.is_gone:
-                self._release(chunk.runs)
+                self._release(chunk.gone_from, chunk.runs)
             elif self._table:
                 self._table.mark(chunk.first, is_lent=False)
             if name := self._passed.pop(chunk, None):
@@ -475,10 +522,12 @@ class HostMemory:
         if self._table:
             self._table.use([self._chunk(name).first for name in names])
 
-    def _release(self, runs: list[tuple[int, int]]) -> None:
+    def _release(self, number: bytes, runs: list[tuple[int, int]]) -> None:
         if self._table:
             self._table.clear(runs[0][0])
         self._free.add(runs)
+        if self._shares is not None:
+            self._shares.count(number, -BLOCK * sum(count for _, count in runs))
 
     # ---- without it ----
 
@@ -490,10 +539,13 @@ class HostMemory:
             if sum(count for _, count in runs) != _blocks_of(size) or not taken.add(runs):
                 file.clear(runs[0][0])
                 continue
-            name = self._number_of(record.header.namespace) + record.header.key
-            chunk = _Chunk(record.raw, runs, size)
-            chunk.is_gone = record.is_gone or name in self
-            if not chunk.is_gone:
+            number = self._number_of(record.header.namespace)
+            name, chunk = number + record.header.key, _Chunk(record.raw, runs, size)
+            if self._shares is not None:
+                self._shares.count(number, chunk.room)
+            if record.is_gone or name in self:
+                chunk.gone_from = number
+            else:
                 self._enter(name, chunk)
                 by_use.append((record.used, name))
             if chunk.is_gone or record.is_lent:
@@ -502,6 +554,8 @@ class HostMemory:
         self._free = taken.rest()
         if by_use:
             self._order_of(size).add([name for _, name in sorted(by_use)])
+        for number in self._tables:
+            self._keep_within(number)
         log.info("%d chunks of the server before are adopted", len(self))
 
     def _copy_in(self, runs: list[tuple[int, int]], chunk: memoryview) -> None:
@@ -546,6 +600,10 @@ def _sealed_file(size: int, blocks: int) -> MemoryFile | None:
         log.warning(text, error)
         return None
     return file
+
+
+def _number_in(name: Name) -> bytes:
+    return name[:_NUMBER]
 
 
 def _blocks_of(size: int) -> int:

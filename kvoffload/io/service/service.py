@@ -23,6 +23,7 @@ from kvoffload.io.open_stores import CLOSE_S
 from kvoffload.io.protocol import VERSION, Load, Refused, Store, TierSettings, frame
 from kvoffload.io.server import Session
 from kvoffload.io.service.host_memory import HostMemory
+from kvoffload.io.service.namespace_shares import NamespaceShares
 from kvoffload.io.service.settings import ServeConfig
 from kvoffload.io.service.shared_stores import MEMORY, SharedStores
 from kvoffload.io.service.systemd import keep_memory, keeps_memory
@@ -91,10 +92,16 @@ class Service:
     def __init__(self, config: ServeConfig, memory_fd: int = -1) -> None:
         try:
             policy = registry.load(registry.POLICIES, config.policy, "policy")
-            shares = TenantShares(config.tenant_share) if config.tenant_share < 1 else None
-            lends, keeps = config.lend, keeps_memory()
+            tenants = TenantShares(config.tenant_share) if config.tenant_share < 1 else None
+            keeps = keeps_memory()
             self.memory = HostMemory(
-                config.memory, policy, lends=lends, tenants=shares, keeps=keeps, fd=memory_fd
+                config.memory,
+                policy,
+                lends=config.lend,
+                tenants=tenants,
+                shares=_shares(config),
+                keeps=keeps,
+                fd=memory_fd,
             )
             if keeps and self.memory.file and not self.memory.file.is_adopted:
                 keep_memory(self.memory.file.fd)
@@ -272,6 +279,11 @@ class Service:
     def samples(self) -> list[Sample]:
         """Return what the server measures, on any thread."""
         return self._samples
+
+
+def _shares(config: ServeConfig) -> NamespaceShares | None:
+    least, most = config.namespace_min, config.namespace_max
+    return NamespaceShares(least, most) if least or most is not None else None
 
 
 def _tiers(config: ServeConfig) -> list[TierSettings]:

@@ -9,6 +9,7 @@ from kvoffload import registry
 from kvoffload.config import (
     BackendConfig,
     Bytes,
+    ByteSize,
     check_metrics_port,
     check_share,
     check_socket_path,
@@ -32,6 +33,11 @@ class ServeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     tenant_share: float = 1.0
     """The part of the memory's chunks that one tenant may have while there must be room for more. A
     tenant above it evicts its own chunks first. Needs ``tenants`` of the engines."""
+    namespace_min: Bytes = ByteSize(0)
+    """Memory that the chunks of each namespace keep, while an engine of it is attached and another
+    namespace has more than this."""
+    namespace_max: Bytes | None = None
+    """Memory that the chunks of each namespace take at most; all of it by default."""
     lend: bool = True
     """Whether engines that can do so map the memory, to read, and load straight from it. With
     ``false`` the memory is private: in large pages also where shared memory gets none. No engine
@@ -49,6 +55,13 @@ class ServeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
         if self.memory < BLOCK:
             raise ConfigError("memory", int(self.memory), f"must be at least {BLOCK} bytes")
         check_share(self.tenant_share)
+        if self.namespace_max is not None and not BLOCK <= self.namespace_max <= self.memory:
+            remedy = f"must be at least {BLOCK} bytes, and at most memory"
+            raise ConfigError("namespace_max", int(self.namespace_max), remedy)
+        most = self.memory if self.namespace_max is None else self.namespace_max
+        if self.namespace_min > most:
+            remedy = "must be at most memory, and at most namespace_max"
+            raise ConfigError("namespace_min", int(self.namespace_min), remedy)
 
 
 def read_serve_config(raw: Mapping[str, Any]) -> ServeConfig:

@@ -24,13 +24,14 @@ from kvoffload.backends.base import (
 )
 from kvoffload.backends.changes import ChangedKeys
 from kvoffload.errors import ConfigError
+from kvoffload.identity import short
 from kvoffload.io.loans import Lends
 from kvoffload.io.open_stores import CLOSE_S, KEYS_PER_MESSAGE, OpenStore, close_stores, open_tier
 from kvoffload.io.protocol import Open, TierSettings
 from kvoffload.io.service.host_memory import HostMemory
 from kvoffload.io.service.host_store import HostStore
 from kvoffload.io.service.layered_store import IndexedLayers, Layers, layered
-from kvoffload.metrics.names import CAPACITY_BYTES, RESIDENT_BYTES, TIER_EVENTS
+from kvoffload.metrics.names import CAPACITY_BYTES, NAMESPACE_BYTES, RESIDENT_BYTES, TIER_EVENTS
 from kvoffload.metrics.samples import Sample
 from kvoffload.policies.told_return import ToldReturn
 
@@ -170,7 +171,9 @@ class SharedStores:
         yield RESIDENT_BYTES, (MEMORY,), memory.resident_bytes
         yield CAPACITY_BYTES, (MEMORY,), memory.capacity_bytes
         events, now = Counter[tuple[str, str]](), Counter[tuple[str, str]]()
-        for opening in self._shared.values():
+        for namespace, opening in self._shared.items():
+            if (used_bytes := memory.bytes_of(namespace)) is not None:
+                yield NAMESPACE_BYTES, (short(namespace),), used_bytes
             if opening.done() and not opening.cancelled() and opening.exception() is None:
                 for name, layer in opening.result().store.observed():
                     events.update({(name, why): n for why, n in layer.counters().items()})

@@ -245,6 +245,10 @@ def test_paths_that_no_socket_has_are_refused_at_both_ends(path, why):
         ({"socket": "/s", "memory": "1GiB", "backends": {"type": "disk"}}, "list"),
         ({"socket": "/s", "memory": "1GiB", "metrics_port": 0}, "65535"),
         ({"socket": "/s", "memory": "1GiB", "cpu_bytes": 1}, "unknown key"),
+        ({"socket": "/s", "memory": "1GiB", "namespace_max": 4096}, "namespace_max .*at least"),
+        ({"socket": "/s", "memory": "1GiB", "namespace_max": "2GiB"}, "namespace_max .*at most"),
+        ({"socket": "/s", "memory": "1GiB", "namespace_min": "2GiB"}, "namespace_min .*at most"),
+        ({"socket": "/s", "memory": "9MB", "namespace_min": "2MB", "namespace_max": "1MB"}, "_min"),
     ],
 )
 def test_settings_of_a_server_that_cannot_be_are_refused(settings, why):

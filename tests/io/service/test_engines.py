@@ -2,6 +2,7 @@
 
 import os
 import random
+import re
 import shutil
 import signal
 import time
@@ -220,7 +221,7 @@ def test_killed_servers_cost_two_clients_no_right_byte(server, attach, until, ki
 
 def test_operators_see_the_server_and_its_engines(tmp_path, attach, until):
     port, told = free_port(), {}
-    server = HostServer(tmp_path, metrics_port=port)
+    server = HostServer(tmp_path, metrics_port=port, namespace_max="8MiB")
     try:
         engine = attach(server.path)
         engine.store("p")
@@ -234,6 +235,10 @@ def test_operators_see_the_server_and_its_engines(tmp_path, attach, until):
         until(has_figures)
         page = fetch(f"http://127.0.0.1:{port}")
         assert not [name for name in SERVER_METRICS if f"\nkvoffload_{name}" not in page]
+        of_namespace = re.findall(
+            r'^kvoffload_namespace_bytes{namespace="\w{16}"} (.*)$', page, re.M
+        )
+        assert [float(each) for each in of_namespace] == [told["tiers"]["memory"]["resident_bytes"]]
         assert told["engines"] == 1
         assert set(told["attached"]) == {str(os.getpid())}
         assert told["tiers"]["memory"]["capacity_bytes"] == 16 << 20
