@@ -266,6 +266,9 @@ def _listing() -> list[Row]:
                 before_s, begun_s = cpu_s(server.pid), time.perf_counter()
                 engine = Engine(f"{scratch}/s", SERVE, SIZE)
                 stack.callback(engine.close)
+                rows.append(
+                    row(f"attach to {LISTED:,} chunks, {which}", 1e3 * engine.attached_s, "ms")
+                )
                 while not engine.client.tiers["serve"].is_complete:
                     time.sleep(0.001)
                 rows.append(row(f"{what}, {which}", time.perf_counter() - begun_s, "s"))

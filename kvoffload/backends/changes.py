@@ -1,7 +1,7 @@
 """The keys whose presence changed since the reader of an index asked last."""
 
 import threading
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 
 class ChangedKeys:
@@ -18,13 +18,18 @@ class ChangedKeys:
         self._listed: list[bytes] = []
         """Keys that were present at the begin. A list of a million keys is made and cut in a
         fraction of the time of a dictionary."""
+        self._parts: list[Collection[bytes]] = []
+        """Those of which the keys are yet to be listed."""
         self._keys: dict[bytes, None] | None = None
         """Keys noted since then, each once. None: there is no reader."""
         self.is_read = False
         """Whether there is a reader."""
 
     def __len__(self) -> int:
-        return len(self._listed) + len(self._keys or ())
+        return len(self._listed) + sum(map(len, self._parts)) + len(self._keys or ())
+
+    def __bool__(self) -> bool:
+        return bool(self._listed or self._keys or any(self._parts))
 
     def begin(self, present: Iterable[bytes]) -> None:
         """Note all keys that are present; the caller holds the lock under which keys change.
@@ -34,6 +39,16 @@ class ChangedKeys:
         with self._lock:
             left = self._listed
             self._listed = list(dict.fromkeys([*left, *present])) if left else list(present)
+            self._keys = self._keys or {}
+        self.is_read = True
+
+    def begin_parts(self, parts: Iterable[Collection[bytes]]) -> None:
+        """Note all keys that are in these parts, each part when it has its turn.
+
+        The parts change until then, and each change must be noted, too.
+        """
+        with self._lock:
+            self._parts = list(parts)
             self._keys = self._keys or {}
         self.is_read = True
 
@@ -58,7 +73,9 @@ class ChangedKeys:
             taken = [keys.popitem()[0] for _ in range(min(limit, len(keys)))]
             if not keys:
                 self._keys = {}  # an emptied dictionary keeps the memory of many changes
-            if left := limit - len(taken):
+            while (left := limit - len(taken)) and (self._listed or self._parts):
+                if not self._listed:
+                    self._listed = list(self._parts.pop())
                 taken += self._listed[: -left - 1 : -1]
                 del self._listed[-left:]
         return taken

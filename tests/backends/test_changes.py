@@ -34,6 +34,21 @@ def test_keys_that_were_not_taken_stay_when_it_is_begun_again():
     assert sorted(changes.take(9)) == [b"a", b"b"], "as much is kept as is there"
 
 
+def test_parts_are_listed_one_after_the_other_and_as_they_are_by_then():
+    changes, parts = ChangedKeys(), [{b"a1", b"a2"}, {b"b": None}, set()]
+    changes.begin_parts(parts)
+    assert (len(changes), changes.is_read, bool(changes)) == (3, True, True)
+    assert changes.take(1) == [b"b"]
+    changes.note(b"new")
+    parts[0] -= {b"a1"}  # it is noted as well
+    changes.note(b"a1")
+    assert changes.take(9) == [b"a1", b"new", b"a2"]
+    assert not changes
+    changes.begin_parts(parts)
+    changes.begin_parts(parts)
+    assert sorted(changes.take(9)) == [b"a2", b"b"]
+
+
 def test_no_change_is_lost_while_it_is_noted():
     """The reader takes a key first, and then looks: its last look at each key is right."""
     changes, state, seen = ChangedKeys(), dict.fromkeys(range(8), 0), {}

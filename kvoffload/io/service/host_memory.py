@@ -18,6 +18,7 @@ from kvoffload.backends.base import WriteResult, Written
 from kvoffload.backends.header import namespace_digest, running_checksum
 from kvoffload.io.lent_memory import ADVICE
 from kvoffload.io.service.free_blocks import FreeBlocks, TakenBlocks
+from kvoffload.io.service.key_parts import new_parts
 from kvoffload.io.service.memory_file import MemoryFile
 from kvoffload.io.service.namespace_shares import NamespaceOrder, NamespaceShares
 from kvoffload.policies.base import Policy
@@ -39,8 +40,8 @@ _NUMBER = 4
 class Reader(Protocol):
     """What learns of the chunks of one namespace; called on any thread, under a lock."""
 
-    def listed(self, keys: Collection[bytes]) -> None:
-        """Take in all keys that are here; each change from now on is told."""
+    def listed(self, parts: Iterable[Collection[bytes]]) -> None:
+        """Take in tables of the keys that are here; each change from now on is told."""
         ...
 
     def changed(self, key: bytes) -> None:
@@ -86,6 +87,10 @@ class _Chunk:
     def can_be_lent(self, size: int) -> bool:
         """Whether its bytes are so many, and in one piece."""
         return self.size == size and len(self.runs) == 1
+
+
+_Parts = dict[bytes, dict[bytes, _Chunk]]
+_EMPTY: _Parts = new_parts(dict)
 
 
 class HostMemory:
@@ -142,8 +147,8 @@ class HostMemory:
         self._free = FreeBlocks(blocks)
         self.lent_bytes = 0
         """Bytes of the blocks of chunks on loan; one that is lent twice counts twice."""
-        self._tables: dict[bytes, dict[bytes, _Chunk]] = {}
-        """A namespace's number → its chunks by their keys: listing one looks at no other."""
+        self._tables = dict[bytes, _Parts]()
+        """A namespace's number → its chunks by their keys, in parts: listing looks at no other."""
         self._num_chunks = 0
         self._make_policy, self._tenants, self._shares = make_policy, tenants, shares
         self._spared: set[Name] = set()
@@ -181,7 +186,7 @@ class HostMemory:
     def list_to(self, number: bytes, reader: Reader) -> None:
         """List the keys of a namespace to its reader."""
         with self._lock:
-            reader.listed(self._tables.get(number, ()))
+            reader.listed(self._parts(number).values())
 
     def end_reading(self, number: bytes, reader: Reader) -> None:
         """Tell this reader nothing more."""
@@ -195,7 +200,7 @@ class HostMemory:
         """Return the names of the chunks of a namespace."""
         number = self.number_of(namespace)
         with self._lock:
-            return [number + key for key in self._tables.get(number, ())]
+            return [number + key for part in self._parts(number).values() for key in part]
 
     def bytes_of(self, namespace: str) -> int | None:
         """Return the bytes that count as a namespace's; None: namespaces have no shares."""
@@ -217,18 +222,24 @@ class HostMemory:
 
     def holds(self, number: bytes, key: bytes) -> bool:
         """Whether a chunk of a namespace is here: as its name among the chunks, and faster."""
-        return key in self._tables.get(number, ())
+        return key in self._parts(number)[key[:1]]
 
     def held(self, number: bytes, keys: Iterable[bytes]) -> list[bool]:
         """Return this for many keys of a namespace."""
-        return list(map(self._tables.get(number, {}).__contains__, keys))
+        parts = self._parts(number)
+        return [key in parts[key[:1]] for key in keys]
 
     def _find(self, name: Name) -> _Chunk | None:
-        table = self._tables.get(name[:_NUMBER])
-        return None if table is None else table.get(name[_NUMBER:])
+        return self._part(name).get(name[_NUMBER:])
 
     def _chunk(self, name: Name) -> _Chunk:
-        return self._tables[name[:_NUMBER]][name[_NUMBER:]]
+        return self._part(name)[name[_NUMBER:]]
+
+    def _part(self, name: Name) -> dict[bytes, _Chunk]:
+        return self._parts(name[:_NUMBER])[name[_NUMBER : _NUMBER + 1]]
+
+    def _parts(self, number: bytes) -> _Parts:
+        return self._tables.get(number, _EMPTY)
 
     def read(self, name: Name, header: memoryview, into: memoryview) -> bytes | None:
         """Copy the header and as much of a chunk as there is room for; None: it is not here.
@@ -477,7 +488,7 @@ class HostMemory:
         self._leave(name)
 
     def _leave(self, name: Name) -> None:
-        chunk = self._tables[name[:_NUMBER]].pop(name[_NUMBER:])
+        chunk = self._part(name).pop(name[_NUMBER:])
         self._num_chunks -= 1
         if self._tenants is not None:
             self._tenants.forget((name,))
@@ -515,7 +526,9 @@ class HostMemory:
             self._order.add(back)
 
     def _enter(self, name: Name, chunk: _Chunk) -> None:
-        self._tables.setdefault(name[:_NUMBER], {})[name[_NUMBER:]] = chunk
+        if (number := name[:_NUMBER]) not in self._tables:
+            self._tables[number] = new_parts(dict)
+        self._part(name)[name[_NUMBER:]] = chunk
         self._num_chunks += 1
 
     def _note_use(self, names: Sequence[Name]) -> None:

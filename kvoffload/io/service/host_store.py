@@ -2,7 +2,7 @@
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 from kvoffload.backends.base import (
     LocalIndex,
@@ -158,8 +158,8 @@ class HostStore(ThreadPoolBackend, LocalIndex, Spares):
 
     # ---- the memory's reader, and the reader of this index ----
 
-    def listed(self, keys: Collection[bytes]) -> None:
-        self._changes.begin(keys)
+    def listed(self, parts: Iterable[Collection[bytes]]) -> None:
+        self._changes.begin_parts(parts)
 
     def changed(self, key: bytes) -> None:
         self._changes.note(key)

@@ -226,11 +226,12 @@ class IndexedLayers(Layers, LocalIndex):
             layer.forget(keys)
 
     def take_changes(self, limit: int) -> list[tuple[bytes, bool]]:
-        changed: dict[bytes, None] = {}  # each once
+        changed: dict[bytes, bool] = {}  # each once
         for layer in self._indexes:
-            changed.update((key, None) for key, _ in layer.take_changes(limit - len(changed)))
-        keys = list(changed)
-        return list(zip(keys, self.held(keys), strict=True))
+            changed.update(layer.take_changes(limit - len(changed)))
+        gone = [key for key, is_there in changed.items() if not is_there]  # from one of them
+        changed.update(zip(gone, self.held(gone), strict=True))
+        return list(changed.items())
 
     @property
     def is_complete(self) -> bool:

@@ -30,6 +30,7 @@ from kvoffload.io.open_stores import CLOSE_S, KEYS_PER_MESSAGE, OpenStore, close
 from kvoffload.io.protocol import Open, TierSettings
 from kvoffload.io.service.host_memory import HostMemory
 from kvoffload.io.service.host_store import HostStore
+from kvoffload.io.service.key_parts import new_parts
 from kvoffload.io.service.layered_store import IndexedLayers, Layers, layered
 from kvoffload.metrics.names import CAPACITY_BYTES, NAMESPACE_BYTES, RESIDENT_BYTES, TIER_EVENTS
 from kvoffload.metrics.samples import Sample
@@ -217,7 +218,7 @@ class SharedStore:
         self.store = store
         self.memory = memory
         self.views: list[StoreView] = []
-        self.present: set[bytes] = set()
+        self.present = new_parts(set[bytes])
         """What the index has told so far."""
         self._unused = unused
         self._facts: Mapping[str, str] = {}
@@ -243,8 +244,12 @@ class SharedStore:
         """Tell all views what has changed in the index."""
         if isinstance(self.store, IndexedLayers):
             changes = self.store.take_changes(KEYS_PER_MESSAGE)
-            self.present.update(key for key, is_present in changes if is_present)
-            self.present.difference_update(key for key, is_present in changes if not is_present)
+            present = self.present
+            for key, is_present in changes:
+                if is_present:
+                    present[key[:1]].add(key)
+                else:
+                    present[key[:1]].discard(key)
             for view in self.views:
                 view.changed([key for key, _ in changes])
 
@@ -394,7 +399,7 @@ class IndexedView(StoreView, LocalIndex):
         super().__init__(shared)
         self._index = index
         self._changes = ChangedKeys()
-        self._changes.begin(shared.present)
+        self._changes.begin_parts(shared.present.values())
         self._forgotten: set[bytes] = set()
 
     def holds(self, key: bytes) -> bool:
@@ -419,7 +424,7 @@ class IndexedView(StoreView, LocalIndex):
         self._changes.note_all(keys)
 
     def emptied(self) -> None:
-        self._changes.begin(self._shared.present)
+        self._changes.begin_parts(self._shared.present.values())
 
     def take_changes(self, limit: int) -> list[tuple[bytes, bool]]:
         if not self._is_closed:

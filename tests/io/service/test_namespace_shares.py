@@ -223,7 +223,8 @@ async def test_threads_that_store_at_once_keep_within_the_shares(open_store):
     counted = sum(memory._shares.bytes_of.values())
     assert counted == memory.resident_bytes
     rooms = {
-        number: sum(c.room for c in table.values()) for number, table in memory._tables.items()
+        number: sum(c.room for part in parts.values() for c in part.values())
+        for number, parts in memory._tables.items()
     }
     assert memory._shares.bytes_of == rooms
 
