@@ -1,4 +1,4 @@
-"""Tables of keys in parts: one can be listed while the others change.
+"""Tables of keys in parts: one is listed while the rest change.
 
 A list of a million keys takes 30 ms, and so does each look of the garbage collector at it. No
 engine waits so long, because a reader lists one part after the other.

@@ -120,6 +120,8 @@ class Service:
         self._may_attach, self._have_left = asyncio.Lock(), asyncio.Event()
         """Held while the stores are replaced; set when the last engine has left."""
         self._loop = asyncio.get_running_loop()
+        self._ending = self._loop.create_future()
+        """Done once the server ends: nothing waits for engines that are stopped."""
 
     async def serve(self, listening: socket.socket) -> None:
         """Accept engines until this is cancelled; then end their sessions and close the stores."""
@@ -136,6 +138,7 @@ class Service:
         finally:
             listening.close()  # else an engine would attach once more, to leave at once
             measuring.cancel()
+            self._ending.set_result(None)
             for session in list(self.sessions):
                 session.end()
             if self._served:
@@ -220,8 +223,12 @@ class Service:
             await self._serve_session(sock, session, traffic)
         greeting.tell_free()
         if session.loans:  # a copy of the engine may still run, or it is stopped within one
-            await greeting.reads_no_more()
-            session.loans.release_all()
+            left = self._loop.create_task(greeting.reads_no_more())
+            await asyncio.wait([left, self._ending], return_when=asyncio.FIRST_COMPLETED)
+            if left.done():
+                session.loans.release_all()
+            else:  # the chunks stay marked as on loan, for the next server
+                left.cancel()
 
     def _pass_memory(self, greeting: Greeting) -> bool:
         """Pass the memory to an engine, if it is one to lend; return whether that is so."""

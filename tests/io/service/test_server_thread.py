@@ -11,7 +11,7 @@ import pytest
 from kvoffload.io import client, server
 from kvoffload.io.attached import AttachedServer
 from kvoffload.io.client import IOClient
-from kvoffload.io.protocol import Answered, Load, MessageReader, Store, frame
+from kvoffload.io.protocol import Answered, Borrow, Load, MessageReader, Store, frame
 from kvoffload.io.service import service, shared_stores
 from kvoffload.io.service.host_memory import HostMemory
 from kvoffload.io.service.host_store import HostStore
@@ -19,6 +19,8 @@ from kvoffload.io.service.listener import Listener
 from kvoffload.io.service.settings import read_serve_config
 from kvoffload.metrics.names import ENGINES, ENGINES_LEAVING
 from kvoffload.transfer.slab import create_shared_memory
+from tests.io.service.test_bad_input import KEYS as SLOTS
+from tests.io.service.test_loans import Borrower
 from tests.support.host_server import key_of
 from tests.support.io_rig import opening
 
@@ -84,6 +86,23 @@ def test_slots_are_free_only_once_a_call_that_hangs_as_the_server_ends_has_retur
     thread.join(20)
     assert not thread.is_alive()
     attached.sock.close()
+
+
+def test_an_engine_that_is_stopped_with_loans_does_not_delay_the_end(tmp_path, monkeypatch):
+    """It keeps its mapping, and the marks of its loans stay for the next server."""
+    monkeypatch.setattr(service, "CLOSE_S", 60.0)
+    monkeypatch.setattr(service, "keeps_memory", lambda: True)
+    monkeypatch.setattr(service, "keep_memory", lambda fd: None)
+    host, thread, end = started_in_a_thread(str(tmp_path / "s"))
+    engine = Borrower(str(tmp_path / "s")).greet()  # which reads the end, and never says so
+    engine.send(OPEN, Borrow(), Store(1, "serve", SLOTS, [0, 1, 2, 3], SLOT))
+    assert engine.hear(Answered).ok == b"\1\1\1\1"
+    engine.borrow(2)
+    end()
+    thread.join(20)
+    assert not thread.is_alive()
+    assert [record.is_lent for record in host.memory.file.records()] == [True] * 4
+    engine.close()
 
 
 def test_an_engine_that_has_left_is_counted_while_a_call_uses_its_memory(
