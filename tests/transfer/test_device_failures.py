@@ -222,6 +222,8 @@ def test_with_little_device_memory_less_is_staged_and_told(monkeypatch, caplog, 
         assert stats.get("why_not_stage_bytes") == ("the device is full" if left else None)
         assert ("the device is full" in caplog.text) == bool(left)
         assert ("without staging" in caplog.text) == (not stage_bytes)
+        # Those of a try that found no room would take the engine's hardware queues.
+        assert len(parts.device.streams) == 1 + 2 * 3
         for block in (1, 2):
             for page in words(parts.caches, block):
                 page.fill_(block)

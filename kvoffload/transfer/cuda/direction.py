@@ -54,11 +54,11 @@ class Table:
     """After it, no kernel reads the table."""
 
 
-class Direction:
-    """To the host, or from it; for the launching thread alone.
+class Staging:
+    """The staging memory of one direction.
 
     Raises:
-        MemoryError: the device has no room for the staging memory.
+        MemoryError: the device has no room for it.
     """
 
     def __init__(self, device: Device, plan: CopyPlan) -> None:
@@ -68,6 +68,13 @@ class Direction:
         if plan.table_blocks:
             self.stages.extend(Stage(device.new_stage(plan.stage_bytes)) for _ in range(STAGES))
             self.tables.extend(map(Table, device.new_tables(TABLES, plan.table_blocks)))
+
+
+class Direction:
+    """To the host, or from it; for the launching thread alone."""
+
+    def __init__(self, device: Device, staging: Staging) -> None:
+        self.stages, self.tables = staging.stages, staging.tables
         self.kernels = device.new_stream()
         self._buses = deque(device.new_stream() for _ in range(2))
         self.last: Event | None = None

@@ -26,7 +26,14 @@ from kvoffload.transfer.cuda.call_watch import CallWatch
 from kvoffload.transfer.cuda.copies import Copies
 from kvoffload.transfer.cuda.copy_plan import MOST_COPIES, CopyPlan, blocks_of, in_bytes
 from kvoffload.transfer.cuda.device import Device, Event, HostMemory, Part, Stream
-from kvoffload.transfer.cuda.direction import BATCH_BYTES, COPY_BYTES, Direction, Stage, Table
+from kvoffload.transfer.cuda.direction import (
+    BATCH_BYTES,
+    COPY_BYTES,
+    Direction,
+    Stage,
+    Staging,
+    Table,
+)
 from kvoffload.transfer.cuda.fences import POLL_S, EngineFence, StreamFence, Timing
 from kvoffload.transfer.layout import ChunkLayout, Moves, check_within
 from kvoffload.transfer.slab import Slab
@@ -80,8 +87,10 @@ class Launcher:
     def __init__(self, device: Device, plan: CopyPlan) -> None:
         self._device = device
         self._plan = plan
+        # All memory first: streams that were made before it is too short would remain.
+        staging = {to_host: Staging(device, plan) for to_host in (True, False)}
         # To the host (True) and from it.
-        self._ways = {to_host: Direction(device, plan) for to_host in (True, False)}
+        self._ways = {to_host: Direction(device, staging[to_host]) for to_host in staging}
         self._watch = CallWatch()
         self._has_ended = self._has_entered = False
         self._ending = threading.Lock()
