@@ -1,6 +1,7 @@
 """Which bytes are copied where: joined where both ends go on, cut where CUDA or the engine asks."""
 
 import ctypes
+from functools import partial
 
 import numpy as np
 import pytest
@@ -174,7 +175,7 @@ def test_a_batch_has_a_bounded_number_of_copies_and_bytes():
     moves = layout.moves(GPULoadStoreSpec(range(chunks)[::-1]), list(range(chunks)))
     moves = in_bytes(moves, layout.slot_bytes)
     for most in (MOST_COPIES, 256):
-        sizes = [copies.sizes for copies in plan.page_copies(0, moves, most)]
+        sizes = [copies.sizes for copies in plan.page_copies(0, moves, partial(int, most))]
         assert sum(batch.sum() for batch in sizes) == tensors * page * chunks
         assert all(batch.sum() <= MOST_BYTES and len(batch) <= most for batch in sizes)
         assert max(len(batch) for batch in sizes) == min(most, MOST_BYTES // page)

@@ -54,7 +54,7 @@ class FullDevice(LateDevice):
 class Parts:
     """A copier on pages that are scattered at both ends: no two are one copy."""
 
-    def __init__(self, batches):
+    def __init__(self, batches, direct_page_bytes):
         tensor = torch.randint(-128, 127, (CHUNKS + 1, PAGE), dtype=torch.int8)
         caches = CanonicalKVCaches(
             (CanonicalKVCacheTensor(tensor, PAGE),), ((CanonicalKVCacheRef(0, PAGE),),)
@@ -63,7 +63,9 @@ class Parts:
         self.slab = Slab(CHUNKS + 1, self.layout.slot_bytes)
         self.device = FullDevice(caches, self.slab, 1)
         self.device.batches = batches
-        self.copier = StreamCopier(caches, self.slab, self.layout, self.device, direct_page_bytes=1)
+        self.copier = StreamCopier(
+            caches, self.slab, self.layout, self.device, direct_page_bytes=direct_page_bytes
+        )
         self.order = np.random.default_rng(0).permutation(CHUNKS + 1)
 
     def launch(self, begin, count, to_host, after=None):
@@ -76,8 +78,8 @@ class Parts:
 def make():
     made = []
 
-    def make(batches=True):
-        made.append(Parts(batches))
+    def make(batches=True, direct_page_bytes=1):
+        made.append(Parts(batches, direct_page_bytes))
         return made[-1]
 
     yield make
@@ -86,14 +88,17 @@ def make():
         parts.copier.close()
 
 
-def test_single_copies_behind_the_forward_pass_do_not_fill_the_queue_of_their_stream(make, until):
+@pytest.mark.parametrize("direct_page_bytes", [1, 1 << 20])
+def test_single_copies_behind_the_forward_pass_do_not_fill_the_queue_of_their_stream(
+    make, until, direct_page_bytes
+):
     """The launching thread would stand in the driver until the pass ends, and all loads with it."""
-    parts = make(batches=False)
+    parts = make(batches=False, direct_page_bytes=direct_page_bytes)
     early = parts.copier.record_fence()
     parts.slab.rows[parts.order[CHUNKS]][:] = 7
     parts.device.engine.enqueue(parts.device.stand_still)
     store = parts.launch(0, CHUNKS, True)
-    until(lambda: parts.device.stored_bytes > MOST_CALLS * PAGE)
+    until(lambda: parts.device.stored_bytes >= MOST_CALLS * PAGE)
     time.sleep(0.1)  # for as many further calls as the copier makes
     load = parts.launch(CHUNKS, 1, False, early)
     assert load.wait(10)
@@ -105,6 +110,27 @@ def test_single_copies_behind_the_forward_pass_do_not_fill_the_queue_of_their_st
     assert np.array_equal(
         parts.slab.rows[parts.order[:CHUNKS]], parts.tensor[parts.order[:CHUNKS]].numpy()
     )
+
+
+def test_after_a_batch_that_the_driver_refuses_single_copies_do_not_fill_the_queue(make, until):
+    """The transfer in which the driver refuses one goes on, copy by copy."""
+    parts = make()
+    copy = parts.device.copy
+
+    def refused(*given):
+        copy(*given)
+        parts.device.batches = False
+
+    parts.device.copy = refused
+    early = parts.copier.record_fence()
+    parts.device.engine.enqueue(parts.device.stand_still)
+    store = parts.launch(0, CHUNKS, True)
+    until(lambda: parts.device.stored_bytes >= MOST_CALLS * PAGE)
+    time.sleep(0.1)
+    assert parts.launch(CHUNKS, 1, False, early).wait(10)
+    parts.device.go_on()
+    assert store.wait(30)
+    assert store.error is None
 
 
 def test_batches_behind_the_forward_pass_are_bounded_by_their_bytes(make, monkeypatch, until):

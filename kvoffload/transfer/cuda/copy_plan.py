@@ -5,7 +5,7 @@ into staging memory on the device first, so that the bus carries few large copie
 copied to their place in the slot directly.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
@@ -22,6 +22,11 @@ Each later step has four times as many."""
 MOST_COPIES = 4096
 MOST_BYTES = 64 << 20
 """In one step of direct copies."""
+
+
+def many() -> int:
+    """Return how many copies a step may have where many are one call of the driver."""
+    return MOST_COPIES
 
 
 class CopyPlan:
@@ -92,11 +97,19 @@ class CopyPlan:
 
     # ---- staged ----
 
-    def portions(self, part: Part, moves: Moves) -> Iterator[Moves]:
-        """Divide a group's chunks into portions that fit staging memory and a table."""
-        at_once = self._chunks_at_once(part)
-        for begin in range(0, len(moves), at_once):
-            yield moves.take(slice(begin, begin + at_once))
+    def portions(self, part: Part, moves: Moves, most: Callable[[], int] = many) -> Iterator[Moves]:
+        """Divide a group's chunks into portions that fit staging memory and a table.
+
+        Args:
+            part: of the chunks.
+            moves: the chunks.
+            most: asked before each portion how many chunks it may have.
+        """
+        begin, at_once = 0, self._chunks_at_once(part)
+        while begin < len(moves):
+            end = begin + min(at_once, most())
+            yield moves.take(slice(begin, end))
+            begin = end
 
     def stage_copies(self, part: Part, moves: Moves, stage: int) -> Copies:
         """Return the copies between slots and staging memory at this address."""
@@ -121,11 +134,14 @@ class CopyPlan:
     # ---- direct ----
 
     def page_copies(
-        self, group_idx: int, moves: Moves, most_copies: int = MOST_COPIES
+        self, group_idx: int, moves: Moves, most: Callable[[], int] = many
     ) -> Iterator[Copies]:
         """Return the copies between slots and a group's blocks, in steps that grow.
 
-        A step has at most ``most_copies``, unless one block has more.
+        Args:
+            group_idx: of the group.
+            moves: its chunks.
+            most: asked before each step how many copies it may have, unless one block has more.
         """
         addresses, rows, offsets, pages = self._regions[group_idx].transpose(1, 0, 2)
         num_regions, block_bytes = len(pages), int(pages.sum())
@@ -135,9 +151,10 @@ class CopyPlan:
         host = moves.host_slots[chunks]
         begin, num_copies = 0, FIRST_COPIES
         while begin < len(ids):
-            at_once = max(1, min(num_copies // num_regions, MOST_BYTES // block_bytes))
+            num_blocks = min(num_copies, most()) // num_regions
+            at_once = max(1, min(num_blocks, MOST_BYTES // block_bytes))
             some = slice(begin, begin + at_once)
-            begin, num_copies = begin + at_once, min(4 * num_copies, most_copies)
+            begin, num_copies = begin + at_once, 4 * num_copies
             device = addresses + ids[some] * rows
             yield Copies(
                 device.ravel(),

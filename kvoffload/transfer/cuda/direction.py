@@ -31,7 +31,7 @@ COPY_BYTES = 2 << 20
 """The most bytes of one copy of a batch."""
 MOST_CALLS, OTHER_CALLS = 512, 8
 MOST_BYTES = 256 << 20
-"""Direct copies in flight. A stream takes about a thousand waiting calls; a further one blocks the
+"""Copies in flight. A stream takes about a thousand waiting calls; a further one blocks the
 launching thread until the engine's work before the copies is done. Each step of copies has some
 calls more, for events. The bytes are 5 ms of the bus, longer than the thread is away."""
 
@@ -80,7 +80,7 @@ class Direction:
         self.last: Event | None = None
         """The end of the last batch."""
         self._flying: deque[tuple[Event, float]] = deque()
-        """Events after direct copies, and the share of these in what may be in flight."""
+        """Events after copies, and the share of these in what may be in flight."""
 
     @property
     def streams(self) -> Sequence[Stream]:
@@ -96,14 +96,14 @@ class Direction:
         return stream
 
     def has_room(self) -> bool:
-        """Whether the driver takes further direct copies at once."""
+        """Whether the driver takes further copies at once."""
         flying = self._flying
         while flying and flying[0][0].query():
             flying.popleft()
         return sum(share for _, share in flying) < 1
 
     def note(self, calls: int, num_bytes: int) -> None:
-        """Count direct copies that end with the last batch."""
+        """Count copies that end with the last batch."""
         if self.last is not None:
             share = max((calls + OTHER_CALLS) / MOST_CALLS, num_bytes / MOST_BYTES)
             self._flying.append((self.last, share))

@@ -201,16 +201,20 @@ class Launcher:
     def _steps(self, job: StreamJob) -> Iterator[tuple[Callable[[], bool], Callable[[], None]]]:
         """Return for each step whether the device takes it now, and what enqueues it."""
         way = self._ways[job.to_host]
+
+        def most() -> int:
+            # The driver may refuse batches at any time.
+            return MOST_COPIES if self._has_batches(job) else MOST_SINGLE_COPIES
+
+        def has_table() -> bool:
+            return self.fence_table(way.tables[0]) and way.has_room()
+
         for group_idx, parts in enumerate(self._plan.parts):
             moves = job.moves.of_group(group_idx)
             for part in parts:
-                for portion in self._plan.portions(part, moves):
-                    yield (
-                        lambda: self.fence_table(way.tables[0]),
-                        partial(self._stage, job, part, portion),
-                    )
+                for portion in self._plan.portions(part, moves, most):
+                    yield has_table, partial(self._stage, job, part, portion)
             if len(moves) and not parts:
-                most = MOST_COPIES if self._has_batches(job) else MOST_SINGLE_COPIES
                 for copies in self._plan.page_copies(group_idx, moves, most):
                     yield way.has_room, partial(self._copy_pages, job, copies)
 
@@ -218,8 +222,7 @@ class Launcher:
         return self._device.has_batches(job.memory, job.host_end)
 
     def _copy_pages(self, job: StreamJob, copies: Copies) -> None:
-        calls = self._copy(job, copies, lambda stream: self.fence_engine(job, stream))
-        self._ways[job.to_host].note(calls, int(copies.sizes.sum()))
+        self._copy(job, copies, lambda stream: self.fence_engine(job, stream))
 
     def _stage(self, job: StreamJob, part: Part, moves: Moves) -> None:
         way = self._ways[job.to_host]
@@ -263,8 +266,10 @@ class Launcher:
         self._device.move(way.kernels, part, table.blocks, stage.memory, to_stage=False)
         stage.used = table.used = way.kernels.record_event()
 
-    def _copy(self, job: StreamJob, copies: Copies, first_waits: Callable[[Stream], object]) -> int:
-        """Enqueue copies in batches, the first after a wait; returns the calls of the driver."""
+    def _copy(
+        self, job: StreamJob, copies: Copies, first_waits: Callable[[Stream], object]
+    ) -> None:
+        """Enqueue copies in batches, the first after a wait."""
         way, calls = self._ways[job.to_host], 0
         for batch in copies.of_at_most(COPY_BYTES).batches(BATCH_BYTES):
             stream = way.next_stream()
@@ -277,7 +282,7 @@ class Launcher:
             self._device.copy(stream, batch, job.to_host, job.memory)
             way.last = stream.record_event()
             calls += 1 if self._has_batches(job) else len(batch.sizes)
-        return calls
+        way.note(calls, int(copies.sizes.sum()))
 
     def _use(self, job: StreamJob, stream: Stream) -> None:
         if stream not in job.streams:
