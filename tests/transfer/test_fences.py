@@ -67,23 +67,30 @@ def test_a_thread_reaches_a_fence_with_the_time_of_its_copies():
 # ---- the fence of a transfer ---------------------------------------------------------------------
 
 
-def test_the_time_of_a_copy_is_that_of_its_slowest_stream_without_the_wait_for_the_engine(fence):
+def test_the_time_of_a_copy_is_that_of_its_slowest_stream(fence):
     assert fence.copy_time_s == 0.0
-    timing = Timing(Event(at_ms=5.0), Event(at_ms=25.0), Event(at_ms=125.0))
-    fence.all_enqueued(timing, [Event(True, 130.0), Event(True, 355.0)], None)
+    fence.all_enqueued(Timing(Event(at_ms=5.0)), [Event(True, 3.0), Event(True, 255.0)], None)
     assert fence.copy_time_s == 0.0  # not over yet
     fence.reach()
     assert fence.copy_time_s == pytest.approx(0.25)
 
 
-def test_a_copy_that_did_not_wait_for_the_engine_after_its_begin_took_its_whole_time(fence):
-    fence.all_enqueued(Timing(Event(at_ms=5.0)), [Event(True, 3.0), Event(True, 255.0)], None)
+@pytest.mark.parametrize(
+    ("engine_ms", "time_s"),
+    [(40.0, 0.16), (30.0, 0.17), (25.0, 0.17), (10.0, 0.18), (0.0, 0.18)],
+)
+def test_what_a_load_copied_during_its_wait_for_the_engine_counts_and_the_wait_does_not(
+    fence, engine_ms, time_s
+):
+    """Copies from 0 to 10 and from 20 to 30, and scatters to 180."""
+    early = (Event(at_ms=0.0), Event(at_ms=10.0)), (Event(at_ms=20.0), Event(at_ms=30.0))
+    fence.all_enqueued(Timing(Event(at_ms=engine_ms), early), [Event(True, 180.0)], None)
     fence.reach()
-    assert fence.copy_time_s == pytest.approx(0.25)
+    assert fence.copy_time_s == pytest.approx(time_s)
 
 
 def timed():
-    return Timing(Event(), Event(), Event())
+    return Timing(Event(), ((Event(), Event()),))
 
 
 @pytest.mark.parametrize(
@@ -102,7 +109,7 @@ def test_a_copy_without_beginning_or_end_or_success_took_no_time(fence, timing, 
 
 def test_a_time_that_the_device_does_not_tell_is_none_and_said(fence, caplog):
     gone = Event(error=RuntimeError("no timing"))
-    fence.all_enqueued(Timing(gone, gone, gone), [Event(True)], None)
+    fence.all_enqueued(Timing(gone), [Event(True)], None)
     fence.reach()
     with caplog.at_level(logging.WARNING):
         assert fence.copy_time_s == 0.0

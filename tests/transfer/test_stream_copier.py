@@ -215,6 +215,43 @@ def test_the_time_of_a_transfer_is_without_that_of_the_transfers_before_it(
     assert all(3600 <= fence.copy_time_s < 7200 for fence in fences)
 
 
+@pytest.mark.parametrize("slots", [1, 4])
+@pytest.mark.parametrize("direct_page_bytes", [1, 1 << 20])
+def test_the_time_of_loads_is_without_their_wait_for_one_forward_pass(
+    make, slots, direct_page_bytes
+):
+    """The kernels of a load wait behind those of the load before it, which wait for the pass."""
+    parts = make(Slow, direct_page_bytes=direct_page_bytes)
+    engine = parts.device.engine
+
+    def passes():
+        engine.clock_s += 100 * 3600
+
+    engine.enqueue(passes)
+    fences = [
+        parts.launch(moves_of(move(slot, [2 * slot, 2 * slot + 1])), False) for slot in range(slots)
+    ]
+    assert all(fence.wait(10) for fence in fences)
+    assert all(3600 <= fence.copy_time_s < 7200 for fence in fences)
+
+
+@pytest.mark.parametrize("pass_hours", [0, 1.5, 100])
+def test_the_time_of_a_load_has_all_its_copies_also_those_during_the_forward_pass(make, pass_hours):
+    """Some run while the first kernel waits for the pass."""
+    parts = make(Slow, stage_bytes=2 * 1344)  # a chunk
+    engine = parts.device.engine
+
+    def passes():
+        engine.clock_s += pass_hours * 3600
+
+    engine.enqueue(passes)
+    fence = parts.launch(
+        moves_of(*(move(slot, [2 * slot, 2 * slot + 1]) for slot in range(6))), False
+    )
+    assert fence.wait(10)
+    assert 6 * 3600 <= fence.copy_time_s < 7 * 3600
+
+
 class Idle(LateDevice):
     """A device that notes whether copies were left when it was closed."""
 

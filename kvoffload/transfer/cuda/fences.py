@@ -33,24 +33,27 @@ class EngineFence:
 
 
 class Timing(NamedTuple):
-    """Timed events of a transfer, each None before it is recorded."""
+    """Timed events of a transfer."""
 
     begun: Event | None = None
-    """Its first copy begins."""
-    paused: Event | None = None
-    """The first copy of a load has ended, and its kernel begins to wait for the engine's work."""
-    resumed: Event | None = None
-    """That wait has ended."""
+    """Its first copy begins. A load whose copies do not wait for the engine's work begins when its
+    first kernel has waited for that; None before this is recorded."""
+    early: tuple[tuple[Event, Event], ...] = ()
+    """Begins and ends of copies that may run before ``begun``."""
+
+    def begun_at(self, event: Event) -> "Timing":
+        """Set the begin, if it is not set."""
+        return self if self.begun is not None else self._replace(begun=event)
 
     def seconds_to(self, ends: Sequence[Event]) -> float:
-        """Seconds from the begin to the last end, without the wait for the engine's work."""
-        begun, paused, resumed = self
+        """Seconds of the copies up to the last end, without waits for the engine's work."""
+        begun = self.begun
         if begun is None or not ends:
             return 0.0
-        time_ms = max(begun.elapsed_time(end) for end in ends)
-        if paused is not None and resumed is not None:
-            time_ms -= paused.elapsed_time(resumed)
-        return max(0.0, time_ms) / 1e3
+        time_ms = max(0.0, *(begun.elapsed_time(end) for end in ends))
+        for begin, end in self.early:
+            time_ms += max(0.0, min(begin.elapsed_time(end), begin.elapsed_time(begun)))
+        return time_ms / 1e3
 
 
 class StreamFence(CopyFence):

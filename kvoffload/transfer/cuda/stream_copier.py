@@ -222,7 +222,8 @@ class Launcher:
         return self._device.has_batches(job.memory, job.host_end)
 
     def _copy_pages(self, job: StreamJob, copies: Copies) -> None:
-        self._copy(job, copies, lambda stream: self.fence_engine(job, stream))
+        begun, _ = self._copy(job, copies, lambda stream: self.fence_engine(job, stream))
+        job.timing = job.timing.begun_at(begun)
 
     def _stage(self, job: StreamJob, part: Part, moves: Moves) -> None:
         way = self._ways[job.to_host]
@@ -248,7 +249,8 @@ class Launcher:
         self.fence_stage(stage, way.kernels)
         self._device.move(way.kernels, part, table.blocks, stage.memory, to_stage=True)
         table.used = gathered = way.kernels.record_event()
-        self._copy(job, copies, lambda stream: self.fence_gathered(gathered, stream))
+        begun, _ = self._copy(job, copies, lambda stream: self.fence_gathered(gathered, stream))
+        job.timing = job.timing.begun_at(begun)
         stage.used = way.last
 
     def _scatter(
@@ -256,33 +258,37 @@ class Launcher:
     ) -> None:
         way = self._ways[False]
         # The copy writes only the stage: it need not wait for the engine.
-        self._copy(job, copies, lambda stream: self.fence_stage(stage, stream))
+        begun, stream = self._copy(job, copies, lambda stream: self.fence_stage(stage, stream))
+        early = job.timing.early
+        if job.timing.begun is None or 0 < len(early) < len(way.stages):
+            # Before the first scatter, which waits for the engine, there is a stage for each.
+            early += ((begun, stream.record_event(timed=True)),)
         self.fence_copied(way)
-        if job.timing.resumed is None:
-            paused = way.kernels.record_event(timed=True)
-            self.fence_engine(job, way.kernels)
-            resumed = way.kernels.record_event(timed=True)
-            job.timing = Timing(job.timing.begun, paused, resumed)
+        self.fence_engine(job, way.kernels)
+        begun = job.timing.begun or way.kernels.record_event(timed=True)
+        job.timing = Timing(begun, early)
         self._device.move(way.kernels, part, table.blocks, stage.memory, to_stage=False)
         stage.used = table.used = way.kernels.record_event()
 
     def _copy(
         self, job: StreamJob, copies: Copies, first_waits: Callable[[Stream], object]
-    ) -> None:
-        """Enqueue copies in batches, the first after a wait."""
+    ) -> tuple[Event, Stream]:
+        """Enqueue copies, the first batch after a wait; return its begin and the last stream."""
         way, calls = self._ways[job.to_host], 0
+        begun: Event | None = None
         for batch in copies.of_at_most(COPY_BYTES).batches(BATCH_BYTES):
             stream = way.next_stream()
-            if not calls:
-                first_waits(stream)
             self._use(job, stream)
-            if job.timing.begun is None:
+            if begun is None:
+                first_waits(stream)
                 # After the transfers before it, whose time is not counted.
-                job.timing = Timing(stream.record_event(timed=True))
+                begun = stream.record_event(timed=True)
             self._device.copy(stream, batch, job.to_host, job.memory)
             way.last = stream.record_event()
             calls += 1 if self._has_batches(job) else len(batch.sizes)
         way.note(calls, int(copies.sizes.sum()))
+        assert begun is not None
+        return begun, stream
 
     def _use(self, job: StreamJob, stream: Stream) -> None:
         if stream not in job.streams:
