@@ -24,7 +24,13 @@ class RefusingStream(LateStream):
     """A stream that records no event while its device refuses to."""
 
     def record_event(self, **how):
-        if self._device.refuses_events:
+        device = self._device
+        if device.refused_event is not None:
+            device.refused_event -= 1
+            if device.refused_event < 0:
+                device.refused_event = None
+                raise Refusal("no event")
+        if device.refuses_events:
             raise Refusal("no event")
         return super().record_event(**how)
 
@@ -34,6 +40,8 @@ class RefusingDevice(LateDevice):
 
     def __init__(self, *given):
         self.refuses_events = False
+        self.refused_event = None
+        """The number of one event that is refused, counted from now."""
         self.prepared = []
         self.tables = []
         super().__init__(*given)
@@ -67,9 +75,9 @@ class UnenteredDevice(RefusingDevice):
 class Parts:
     """A copier on small caches, and the device that the copier uses."""
 
-    def __init__(self, device_type=RefusingDevice, **how):
+    def __init__(self, device_type=RefusingDevice, seed=1, **how):
         self.caches, self.layout, self.slab = small_parts()
-        self.device = device_type(self.caches, self.slab, 1)
+        self.device = device_type(self.caches, self.slab, seed)
         self.copier = StreamCopier(self.caches, self.slab, self.layout, self.device, **how)
 
     def launch(self, slot, blocks, to_host=True, after=None):
@@ -90,9 +98,17 @@ def parts():
     parts.copier.close()
 
 
+@pytest.fixture(params=["staged", "direct"])
+def either(request):
+    parts = Parts(direct_page_bytes=1 if request.param == "direct" else 1 << 20)
+    yield parts
+    parts.copier.close()
+
+
 @pytest.mark.parametrize("copy_fails", [False, True])
-def test_a_transfer_whose_end_cannot_be_marked_fails_when_its_copies_have_ended(parts, copy_fails):
+def test_a_transfer_whose_end_cannot_be_marked_fails_when_its_copies_have_ended(either, copy_fails):
     """Such a transfer has no events: it would count as done at once, and as good."""
+    parts = either
     device, slot = parts.device, parts.slab.rows[0]
     copy = device.copy
 
@@ -134,6 +150,28 @@ def test_a_stage_and_a_table_whose_end_is_unknown_are_used_when_all_has_run(part
         page.fill_(7)
     assert parts.store(1, [3, 4]) is None
     assert (parts.slab.rows[1][:256].view(np.int64) == 7).all()
+
+
+@pytest.mark.parametrize("nth", range(6))
+def test_work_without_an_event_uses_no_stage_and_no_table_of_a_later_transfer(nth):
+    """Its copy into the stage would come after that of the next portion."""
+    for seed in range(20):
+        parts = Parts(seed=seed)
+        device, after = parts.device, parts.copier.record_fence()
+        for slot in range(NUM_SLOTS):
+            parts.slab.rows[slot][:] = slot
+        device.refused_event = nth
+        fences = [
+            parts.launch(slot, [2 * slot, 2 * slot + 1], to_host=False, after=after)
+            for slot in range(NUM_SLOTS)
+        ]
+        assert all(fence.wait(10) for fence in fences)
+        assert [str(fence.error) for fence in fences] == ["no event"] + ["None"] * (NUM_SLOTS - 1)
+        device.run_all()
+        for slot in range(1, NUM_SLOTS):
+            for page in (*words(parts.caches, 2 * slot), *words(parts.caches, 2 * slot + 1)):
+                assert (page.view(torch.int8) == slot).all()
+        parts.copier.close()
 
 
 def test_no_table_is_made_while_transfers_run(parts):

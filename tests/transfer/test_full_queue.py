@@ -153,6 +153,28 @@ def test_batches_behind_the_forward_pass_are_bounded_by_their_bytes(make, monkey
     assert parts.device.stored_bytes == CHUNKS * PAGE
 
 
+@pytest.mark.parametrize("direct_page_bytes", [1, 1 << 20])
+def test_many_small_transfers_behind_the_forward_pass_do_not_fill_a_queue(
+    make, monkeypatch, until, direct_page_bytes
+):
+    """Each has some calls beside its copies, for events."""
+    monkeypatch.setattr(direction, "TABLES", CHUNKS)
+    parts = make(direct_page_bytes=direct_page_bytes)
+    parts.device.engine.enqueue(parts.device.stand_still)
+    has_room, found = Direction.has_room, []
+
+    def noted(way):
+        found.append(has_room(way))
+        return found[-1]
+
+    monkeypatch.setattr(Direction, "has_room", noted)
+    stores = [parts.launch(i, 1, True) for i in range(MOST_CALLS)]
+    until(lambda: found.count(False) > 3 or stores[-1]._events is not None)
+    assert max(len(stream.work) for stream in parts.device.streams) <= QUEUE
+    parts.device.go_on()
+    assert all(store.wait(30) and store.error is None for store in stores)
+
+
 def test_a_call_that_does_not_return_is_told_once(make, monkeypatch, caplog, until):
     monkeypatch.setattr(call_watch, "LATE_S", 0.05)
     monkeypatch.setattr(call_watch, "CHECK_S", 0.01)

@@ -127,15 +127,18 @@ def test_the_fence_is_on_the_stream_that_the_engine_uses_at_the_time(make, until
     assert (parts.slab.rows[3][:8].view(np.int64) == 9).all()
 
 
+@pytest.mark.parametrize("to_host", [True, False])
 @pytest.mark.parametrize("direct_page_bytes", [1, 1 << 20])
-def test_a_copier_closed_while_copies_run_lets_them_end_first(make, direct_page_bytes):
+def test_a_copier_closed_while_copies_run_lets_them_end_first(make, to_host, direct_page_bytes):
     """The slab is unpinned and freed next: a copy that still ran would write foreign memory."""
     parts = make(direct_page_bytes=direct_page_bytes, stage_bytes=1000)
-    for block in range(2 * NUM_SLOTS):
-        for page in words(parts.caches, block):
-            page.fill_(block)
+    for slot in range(NUM_SLOTS):
+        parts.slab.rows[slot][:] = slot
+        for block in (2 * slot, 2 * slot + 1):
+            for page in words(parts.caches, block):
+                page.view(torch.int8).fill_(NUM_SLOTS + slot)
     fences = [
-        parts.launch(moves_of(move(slot, [2 * slot, 2 * slot + 1])), True)
+        parts.launch(moves_of(move(slot, [2 * slot, 2 * slot + 1])), to_host)
         for slot in range(NUM_SLOTS)
     ]
     parts.copier.close()
@@ -143,7 +146,48 @@ def test_a_copier_closed_while_copies_run_lets_them_end_first(make, direct_page_
     assert not any(stream.work for stream in parts.device.streams)
     assert all(fence.done() and fence.error is None for fence in fences)
     for slot in range(NUM_SLOTS):
-        assert (parts.slab.rows[slot][:256].view(np.int64) == 2 * slot).all()
+        copied = NUM_SLOTS + slot if to_host else slot
+        assert (parts.slab.rows[slot][: 2 * 1344] == copied).all()
+        assert all(
+            (page.view(torch.int8) == copied).all() for page in words(parts.caches, 2 * slot)
+        )
+
+
+def mixed_caches():
+    """Two groups: of small pages, which are staged, and of large ones, which are not."""
+    tensors = [torch.zeros((32, size), dtype=torch.int8) for size in (64, 4096)]
+    return CanonicalKVCaches(
+        tuple(CanonicalKVCacheTensor(tensor, tensor.shape[1]) for tensor in tensors),
+        tuple((CanonicalKVCacheRef(i, tensor.shape[1]),) for i, tensor in enumerate(tensors)),
+    )
+
+
+@pytest.mark.parametrize("order", [1, -1])
+@pytest.mark.parametrize("late", ["staged", "direct"])
+@pytest.mark.parametrize("seed", range(5))
+def test_staged_and_direct_pages_of_one_load_both_wait_for_the_engine(order, late, seed):
+    """Whichever of the two comes first: the other must not take its wait for its own."""
+    caches = mixed_caches()
+    caches = (
+        caches if order == 1 else CanonicalKVCaches(caches.tensors, caches.group_data_refs[::-1])
+    )
+    layout = ChunkLayout(caches, 1)
+    slab = Slab(16, layout.slot_bytes)
+    device = LateDevice(caches, slab, seed)
+    copier = StreamCopier(caches, slab, layout, device, direct_page_bytes=1024, stage_bytes=256)
+    slab.rows[:] = 7
+    tensor = caches.tensors[late == "direct"].tensor
+    found = []
+    for block in range(16):
+        device.engine.enqueue(lambda block=block: found.append(int(tensor[block].sum())))
+    moves = layout.moves(GPULoadStoreSpec(range(16), (8, 8), (0, 0)), list(range(16)))
+    load = copier.launch(moves, False, copier.record_fence())
+    assert load.wait(10)
+    assert load.error is None
+    copier.close()
+    assert found == [0] * 16
+    of_group = slice(0, 8) if (late == "staged") == (order == 1) else slice(8, 16)
+    assert (tensor[of_group] == 7).all()
 
 
 @pytest.mark.parametrize("direct_page_bytes", [1, 1 << 20])
