@@ -1,9 +1,9 @@
 """One direction of a copier: its streams, its staging memory, and what is in flight.
 
 Copies go over two streams in turns, and each batch begins when the one before it has ended. A copy
-engine leaves a stream only where the stream has to wait: the engine's own small copies, its token
-ids, would otherwise wait until all that is enqueued here has been copied. Kernels have a stream of
-their own, so that pages are gathered while others are copied.
+engine leaves a stream only where the stream has to wait. Otherwise the engine's own small copies,
+as of token ids, would wait until all that is enqueued here has been copied. Kernels have a stream
+of their own, so that one portion is gathered while another is copied.
 
 The streams are few. CUDA maps all streams of a process to eight hardware queues by default. A
 stream of the engine that shares one with a stream that waits, waits too.

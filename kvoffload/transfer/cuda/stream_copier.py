@@ -2,7 +2,7 @@
 
 A transfer of small pages is cut into portions that fill a stage, and the stages of a direction take
 turns. A portion is gathered there and then copied (or copied and then scattered). While one waits
-for the GPU to schedule a kernel, the copies of the others use the bus.
+for the GPU to schedule a kernel, the copies of the other use the bus.
 
 The engine's thread only queues a transfer. One thread enqueues the work of both directions. The
 end of a transfer is an event, which the engine's thread polls.
@@ -44,16 +44,16 @@ DIRECT_PAGE_BYTES = 128 << 10
 """Pages from this size on are copied without staging. Each copy of a batch takes an H100 0.4 to 0.9
 µs more. Pages of 64 KiB reach 0.6 to 0.8 of the bus, those of 4 KiB 0.05 to 0.14."""
 STAGE_BYTES = 48 << 20
-"""Of a stage. To enqueue a portion takes the launching thread up to half a millisecond beside an
-engine's thread; the bus needs one for 48 MiB. A kernel may wait as long on a GPU busy with a
+"""Of a stage. To enqueue a portion takes the launching thread up to half a millisecond while an
+engine's thread runs; the bus needs one for 48 MiB. A kernel may wait as long on a GPU busy with a
 prefill."""
 LEAST_STAGE_BYTES = 1 << 20
 """Where device memory is short, a stage is halved down to this; then pages are copied directly."""
 MOST_SINGLE_COPIES = 256
 """Enqueued at a time where each copy is a call of its own."""
 PAUSE_S = 30e-6
-"""Between two steps. Each call of the driver gives the GIL away and takes it back before a thread
-that waits for it has woken: without a pause the engine's thread waits for all steps to end."""
+"""Between two steps. Each call of the driver gives the GIL away and takes it back before a waiting
+thread has woken. Without a pause the engine's thread waits for all steps to end."""
 CLOSE_TIMEOUT_S = 5.0
 
 
