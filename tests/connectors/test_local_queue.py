@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from kvoffload.connectors.local import LocalConnector
+from kvoffload.offload import waiting
 
 BLOCK, CHUNK = 4, 8
 PROMPT = 5 * CHUNK + 1
@@ -104,6 +105,26 @@ def test_nothing_stays_for_a_request_that_left_the_queue(connect, new_request, k
         connector.after_forward(request, [BLOCKS], PROMPT)
     assert connector.stats()["queue_kept_bytes"] == 0
     assert connector.stats()["queue_requests"] == 0
+
+
+def test_what_a_long_prompt_kept_ends_while_it_runs_though_none_waits(
+    connect, new_request, kv_caches, monkeypatch
+):
+    monkeypatch.setattr(waiting, "PORTION", 2)
+    connector = connect(8)
+    store(connector, new_request("a", PROMPT), kv_caches, 1)
+    request = new_request("a", PROMPT)
+    connector.request_queued(request)
+    kept = []
+    for _ in range(4):
+        connector.poll()
+        kept.append(connector.stats()["queue_kept_bytes"] // SLOT_BYTES)
+    connector.after_forward(request, [BLOCKS], PROMPT)
+    for _ in range(3):
+        kept.append(connector.stats()["queue_kept_bytes"] // SLOT_BYTES)
+        connector.poll()
+    assert kept == [2, 4, 5, 5, 3, 1, 0]
+    connector.check()
 
 
 def test_a_preempted_request_keeps_before_those_that_came_later(connect, new_request, kv_caches):

@@ -13,6 +13,7 @@ from vllm.v1.request import RequestStatus
 
 from benchmarks.vllm_parts.engine import ours
 from benchmarks.vllm_parts.halves import BLOCK, Halves
+from kvoffload.offload import waiting
 
 CHUNKS, SLOT = 16, 32 << 10
 LENGTH = CHUNKS * BLOCK + 1
@@ -130,6 +131,23 @@ def test_a_preempted_request_keeps_its_chunks_before_those_that_wait(alone):
         rig.step()
     assert queue.requests.get(first.request_id).num_kept >= CHUNKS
     run(rig, requests)
+    at_rest(rig)
+
+
+def test_what_a_long_prompt_kept_ends_while_it_runs_though_none_waits(alone, monkeypatch):
+    monkeypatch.setattr(waiting, "PORTION", 4)
+    rig = alone(4 * CHUNKS)
+    for i in range(2):
+        run(rig, [rig.add(prompt(i), 2)])
+        rig.quiet()
+    first, last = rig.add(prompt(0), 12), rig.add(prompt(1), 12)
+    waits, kept = manager_of(rig).waiting, []
+    while not last.is_finished():
+        rig.step()
+        time.sleep(0.002)
+        if first.is_finished() and not waits.requests:
+            kept.append(len(manager_of(rig)._host.claims))
+    assert kept[:4] == [CHUNKS - 8, CHUNKS - 12, 0, 0], "a portion at once, and one in each step"
     at_rest(rig)
 
 
