@@ -1,5 +1,7 @@
 """An engine's small copy does not wait for all that is enqueued for a copy engine before it."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 import torch
@@ -11,6 +13,7 @@ from kvoffload.messages import (
     GPULoadStoreSpec,
 )
 from kvoffload.transfer.cuda import stream_copier
+from kvoffload.transfer.cuda.copies import Copies
 from kvoffload.transfer.cuda.stream_copier import StreamCopier
 from kvoffload.transfer.layout import ChunkLayout
 from kvoffload.transfer.slab import Slab
@@ -38,15 +41,18 @@ class CopyEngine(LateDevice):
         return False
 
     def copy(self, stream, copies, to_host, memory):
-        super().copy(stream, copies, to_host, memory)
-        stream.enqueue(lambda: self._count(int(copies.sizes.sum())))
+        for i, num_bytes in enumerate(copies.sizes.tolist()):
+            one = Copies(*(row[i : i + 1] for row in copies))
+            super().copy(stream, one, to_host, memory)
+            stream.enqueue(partial(self._count, num_bytes))
 
     def _count(self, num_bytes):
         self.copied_bytes += num_bytes
 
 
 @pytest.mark.parametrize("to_host", [True, False])
-def test_a_small_copy_waits_for_two_batches_at_most(to_host, monkeypatch, until):
+@pytest.mark.parametrize("direct_page_bytes", [1, 1 << 20])
+def test_a_small_copy_waits_for_two_batches_at_most(to_host, direct_page_bytes, monkeypatch, until):
     monkeypatch.setattr(stream_copier, "BATCH_BYTES", BATCH_BYTES)
     tensor = torch.randint(-128, 127, (CHUNKS, PAGE), dtype=torch.int8)
     caches = CanonicalKVCaches(
@@ -55,7 +61,7 @@ def test_a_small_copy_waits_for_two_batches_at_most(to_host, monkeypatch, until)
     layout = ChunkLayout(caches, 1)
     slab = Slab(CHUNKS, layout.slot_bytes)
     device = CopyEngine(caches, slab, 1)
-    copier = StreamCopier(caches, slab, layout, device, direct_page_bytes=1)
+    copier = StreamCopier(caches, slab, layout, device, direct_page_bytes=direct_page_bytes)
     order = np.random.default_rng(0).permutation(CHUNKS)
     copy = copier.launch(
         layout.moves(GPULoadStoreSpec(order), order), to_host, copier.record_fence()

@@ -2,7 +2,7 @@
 
 import logging
 import threading
-import time
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -14,7 +14,7 @@ from kvoffload.messages import (
     CanonicalKVCacheTensor,
     GPULoadStoreSpec,
 )
-from kvoffload.transfer.cuda import call_watch, direction
+from kvoffload.transfer.cuda import call_watch, direction, stream_copier
 from kvoffload.transfer.cuda.direction import MOST_CALLS, Direction
 from kvoffload.transfer.cuda.stream_copier import StreamCopier
 from kvoffload.transfer.layout import ChunkLayout
@@ -88,9 +88,23 @@ def make():
         parts.copier.close()
 
 
+@pytest.fixture
+def refused(monkeypatch):
+    """Count how often there was no room for further copies (True), and how often there was."""
+    has_room, refused = Direction.has_room, Counter()
+
+    def noted(way):
+        room = has_room(way)
+        refused[not room] += 1
+        return room
+
+    monkeypatch.setattr(Direction, "has_room", noted)
+    return refused
+
+
 @pytest.mark.parametrize("direct_page_bytes", [1, 1 << 20])
 def test_single_copies_behind_the_forward_pass_do_not_fill_the_queue_of_their_stream(
-    make, until, direct_page_bytes
+    make, refused, until, direct_page_bytes
 ):
     """The launching thread would stand in the driver until the pass ends, and all loads with it."""
     parts = make(batches=False, direct_page_bytes=direct_page_bytes)
@@ -98,8 +112,8 @@ def test_single_copies_behind_the_forward_pass_do_not_fill_the_queue_of_their_st
     parts.slab.rows[parts.order[CHUNKS]][:] = 7
     parts.device.engine.enqueue(parts.device.stand_still)
     store = parts.launch(0, CHUNKS, True)
-    until(lambda: parts.device.stored_bytes >= MOST_CALLS * PAGE)
-    time.sleep(0.1)  # for as many further calls as the copier makes
+    until(lambda: refused[True] > 3)
+    assert parts.device.stored_bytes >= MOST_CALLS * PAGE
     load = parts.launch(CHUNKS, 1, False, early)
     assert load.wait(10)
     assert (parts.tensor[parts.order[CHUNKS]] == 7).all()
@@ -112,40 +126,36 @@ def test_single_copies_behind_the_forward_pass_do_not_fill_the_queue_of_their_st
     )
 
 
-def test_after_a_batch_that_the_driver_refuses_single_copies_do_not_fill_the_queue(make, until):
+def test_after_a_batch_that_the_driver_refuses_single_copies_do_not_fill_the_queue(
+    make, refused, until
+):
     """The transfer in which the driver refuses one goes on, copy by copy."""
     parts = make()
     copy = parts.device.copy
 
-    def refused(*given):
+    def refuse(*given):
         copy(*given)
         parts.device.batches = False
 
-    parts.device.copy = refused
+    parts.device.copy = refuse
     early = parts.copier.record_fence()
     parts.device.engine.enqueue(parts.device.stand_still)
     store = parts.launch(0, CHUNKS, True)
-    until(lambda: parts.device.stored_bytes >= MOST_CALLS * PAGE)
-    time.sleep(0.1)
+    until(lambda: refused[True] > 3)
     assert parts.launch(CHUNKS, 1, False, early).wait(10)
     parts.device.go_on()
     assert store.wait(30)
     assert store.error is None
 
 
-def test_batches_behind_the_forward_pass_are_bounded_by_their_bytes(make, monkeypatch, until):
+def test_batches_behind_the_forward_pass_are_bounded_by_their_bytes(
+    make, refused, monkeypatch, until
+):
     monkeypatch.setattr(direction, "MOST_BYTES", 300 * PAGE)
     parts = make()
     parts.device.engine.enqueue(parts.device.stand_still)
-    has_room, found = Direction.has_room, []
-
-    def noted(way):
-        found.append(has_room(way))
-        return found[-1]
-
-    monkeypatch.setattr(Direction, "has_room", noted)
     store = parts.launch(0, CHUNKS, True)
-    until(lambda: found.count(False) > 3)
+    until(lambda: refused[True] > 3)
     assert parts.device.stored_bytes == (64 + 256) * PAGE
     parts.device.go_on()
     assert store.wait(30)
@@ -155,24 +165,32 @@ def test_batches_behind_the_forward_pass_are_bounded_by_their_bytes(make, monkey
 
 @pytest.mark.parametrize("direct_page_bytes", [1, 1 << 20])
 def test_many_small_transfers_behind_the_forward_pass_do_not_fill_a_queue(
-    make, monkeypatch, until, direct_page_bytes
+    make, refused, monkeypatch, until, direct_page_bytes
 ):
     """Each has some calls beside its copies, for events."""
     monkeypatch.setattr(direction, "TABLES", CHUNKS)
     parts = make(direct_page_bytes=direct_page_bytes)
     parts.device.engine.enqueue(parts.device.stand_still)
-    has_room, found = Direction.has_room, []
-
-    def noted(way):
-        found.append(has_room(way))
-        return found[-1]
-
-    monkeypatch.setattr(Direction, "has_room", noted)
     stores = [parts.launch(i, 1, True) for i in range(MOST_CALLS)]
-    until(lambda: found.count(False) > 3 or stores[-1]._events is not None)
+    until(lambda: refused[True] > 3 or stores[-1]._events is not None)
     assert max(len(stream.work) for stream in parts.device.streams) <= QUEUE
     parts.device.go_on()
     assert all(store.wait(30) and store.error is None for store in stores)
+
+
+def test_a_transfer_that_finds_no_room_asks_again_after_a_while(make, refused, monkeypatch, until):
+    """The launching thread would take a core for as long as the forward pass runs."""
+    monkeypatch.setattr(stream_copier, "POLL_S", 3600.0)
+    parts = make(batches=False)
+    parts.device.engine.enqueue(parts.device.stand_still)
+    store = parts.launch(0, CHUNKS, True)
+    until(lambda: refused[True])
+    assert not threading.Event().wait(0.1)
+    assert refused[True] == 1
+    parts.device.go_on()
+    monkeypatch.setattr(stream_copier, "POLL_S", 0.001)
+    assert parts.launch(CHUNKS, 1, True).wait(30)  # which wakes the thread
+    assert store.error is None
 
 
 def test_a_call_that_does_not_return_is_told_once(make, monkeypatch, caplog, until):
