@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from kvoffload.transfer.cpu.copier import CpuCopier
-from kvoffload.transfer.cuda import stream_copier
+from kvoffload.transfer.cuda import direction, stream_copier
 from kvoffload.transfer.cuda.direction import STAGES, TABLES
 from kvoffload.transfer.cuda.stream_copier import StreamCopier
 from tests.support.interleavings import NUM_SLOTS, small_parts, words
@@ -152,25 +152,27 @@ def test_a_stage_and_a_table_whose_end_is_unknown_are_used_when_all_has_run(part
     assert (parts.slab.rows[1][:256].view(np.int64) == 7).all()
 
 
-@pytest.mark.parametrize("nth", range(6))
-def test_work_without_an_event_uses_no_stage_and_no_table_of_a_later_transfer(nth):
-    """Its copy into the stage would come after that of the next portion."""
+@pytest.mark.parametrize("nth", range(5))
+def test_kernels_of_a_load_that_failed_do_not_read_the_table_of_a_later_one(monkeypatch, nth):
+    """They would write its blocks while the engine's work before it still reads them."""
+    monkeypatch.setattr(direction, "TABLES", 2)
     for seed in range(20):
         parts = Parts(seed=seed)
-        device, after = parts.device, parts.copier.record_fence()
-        for slot in range(NUM_SLOTS):
-            parts.slab.rows[slot][:] = slot
-        device.refused_event = nth
-        fences = [
-            parts.launch(slot, [2 * slot, 2 * slot + 1], to_host=False, after=after)
-            for slot in range(NUM_SLOTS)
-        ]
+        device, early = parts.device, parts.copier.record_fence()
+        found, page = [], words(parts.caches, 5)[0]
+        for _ in range(20):
+            device.engine.enqueue(lambda page=page, found=found: found.append(int(page.sum())))
+        late = parts.copier.record_fence()
+        parts.slab.rows[:] = 7
+        with device.lock:  # nothing runs before all is queued
+            device.refused_event = nth
+            fences = [parts.launch(i, [2 * i, 2 * i + 1], False, early) for i in range(2)]
+            fences.append(parts.launch(2, [4, 5], False, late))
         assert all(fence.wait(10) for fence in fences)
-        assert [str(fence.error) for fence in fences] == ["no event"] + ["None"] * (NUM_SLOTS - 1)
+        assert [str(fence.error) for fence in fences] == ["no event", "None", "None"]
         device.run_all()
-        for slot in range(1, NUM_SLOTS):
-            for page in (*words(parts.caches, 2 * slot), *words(parts.caches, 2 * slot + 1)):
-                assert (page.view(torch.int8) == slot).all()
+        assert found == [0] * 20
+        assert (page.view(torch.int8) == 7).all()
         parts.copier.close()
 
 

@@ -178,6 +178,12 @@ def test_many_small_transfers_behind_the_forward_pass_do_not_fill_a_queue(
     assert all(store.wait(30) and store.error is None for store in stores)
 
 
+def test_a_transfer_that_finds_room_goes_on_at_once(make, monkeypatch):
+    monkeypatch.setattr(stream_copier, "POLL_S", 3600.0)
+    parts = make()
+    assert parts.launch(0, CHUNKS, True).wait(30)
+
+
 def test_a_transfer_that_finds_no_room_asks_again_after_a_while(make, refused, monkeypatch, until):
     """The launching thread would take a core for as long as the forward pass runs."""
     monkeypatch.setattr(stream_copier, "POLL_S", 3600.0)

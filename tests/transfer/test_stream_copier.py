@@ -153,6 +153,16 @@ def test_a_copier_closed_while_copies_run_lets_them_end_first(make, to_host, dir
         )
 
 
+def test_a_copier_is_closed_when_the_kernels_of_loads_have_ended(make):
+    """They read staging memory, and write the engine's blocks."""
+    for seed in range(20):
+        parts = make(lambda *given, seed=seed: LateDevice(*given[:2], seed))
+        parts.slab.rows[3][:] = 7
+        parts.launch(moves_of(move(3, [5, 6])), to_host=False)
+        parts.copier.close()
+        assert all((page.view(torch.int8) == 7).all() for page in words(parts.caches, 5))
+
+
 def mixed_caches():
     """Two groups: of small pages, which are staged, and of large ones, which are not."""
     tensors = [torch.zeros((32, size), dtype=torch.int8) for size in (64, 4096)]
