@@ -91,7 +91,7 @@ Answers = Sequence[bool | ReadResult]
 def reason_of(answers: Answers) -> str:
     """Return why a read brought less than was asked: its first miss, or empty."""
     for answer in answers:
-        if not answer:
+        if answer is not ReadResult.HIT and not answer:  # the first is quick, and mostly enough
             return answer.value if isinstance(answer, ReadResult) else ReadResult.MISSING.value
     return ""
 

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable, Coroutine, Mapping, Sequence, Set
 from typing import Any, TypeVar
 
-from kvoffload.backends.base import ReadsEach, WriteResult, reason_of
+from kvoffload.backends.base import WriteResult, reason_of
 from kvoffload.backends.blocking_pool import undisturbed
 from kvoffload.io.loans import Lends, Loans
 from kvoffload.io.open_stores import OpenStore, read_each_for, text_of, write_for
@@ -61,7 +61,7 @@ class ChunkJobs:
         if store is not None and isinstance(order, Store):
             calls.append(self._write(order, store, ok))
         elif store is not None and isinstance(order, Load) and ok:
-            limit = len(ok) if isinstance(store.backend, ReadsEach) else KEYS_PER_CALL
+            limit = KEYS_PER_CALL if store.reads_each is None else len(ok)
             for start in range(0, len(ok), limit):
                 part = range(start, min(start + limit, len(ok)))
                 calls.append(self._read(order, store, ok, part))
@@ -113,10 +113,10 @@ class ChunkJobs:
                     return ""
             keys = [order.keys[i] for i in part]
             views = self._views(order, part)
-            if isinstance(backend, ReadsEach):
+            if (reads_each := store.reads_each) is not None:
                 batches = ArrivalBatches(self._loop, arrived)
                 tenants = [order.tenants[i] for i in part] if order.tenants else ()
-                answers = await read_each_for(backend, keys, views, batches.add, tenants)
+                answers = await read_each_for(reads_each, keys, views, batches.add, tenants)
             else:
                 answers = await backend.read(keys, views)
             same_length(answers, keys)
@@ -168,6 +168,9 @@ class ChunkJobs:
 class ArrivalBatches:
     """Hands numbers from other threads to the event loop: as many at once as have arrived.
 
+    The first one wakes the loop. While more come, the loop looks for them every ``ARRIVALS_S``:
+    each wake-up would take two system calls, and the GIL from the threads that load.
+
     Args:
         loop: the loop.
         take: called on the loop with the numbers that arrived since the last call.
@@ -179,21 +182,27 @@ class ArrivalBatches:
         self._take = take
         self._loop = loop
         self._new: deque[int] = deque()
-        self._called = False
+        self._is_looking = False
+        """Whether the loop looks soon."""
 
     def add(self, i: int) -> None:
         """Add a number; from any thread, returns at once."""
         self._new.append(i)
-        if not self._called:
-            self._called = True
+        if not self._is_looking:
+            self._is_looking = True
             # A closed loop refuses: the job was answered at shutdown.
             with contextlib.suppress(RuntimeError):
-                self._loop.call_soon_threadsafe(self._hand_over)
+                self._loop.call_soon_threadsafe(self._look)
 
-    def _hand_over(self) -> None:
-        # Reset first, so that a number added from now on causes another call.
-        self._called = False
+    def _look(self) -> None:
+        if not self._new:
+            # A number that is added before this line is seen below, a later one causes a call.
+            self._is_looking = False
+            if not self._new:
+                return
+            self._is_looking = True
         self._take([self._new.popleft() for _ in range(len(self._new))])
+        self._loop.call_later(ARRIVALS_S, self._look)
 
 
 def same_length(answers: _A, keys: Sequence[bytes]) -> _A:

@@ -44,6 +44,8 @@ class OpenStore:
     def __init__(self, name: str, backend: Backend) -> None:
         self.name = name
         self.backend = backend
+        # Asked once: each question to a protocol takes some 10 µs.
+        self.reads_each = backend if isinstance(backend, ReadsEach) else None
         self.index = backend if isinstance(backend, LocalIndex) else None
         self.observable = backend if isinstance(backend, Observable) else None
         self.is_shared = bool(getattr(backend, "is_shared", False))

@@ -191,8 +191,8 @@ class Index:
                 known = [name for name in names if name in self._sizes]
                 for name in known:
                     self._sizes.move_to_end(name)
-                if self._order is not None:
-                    self._order.touch([name for name in known if name in self._order])
+                if (order := self._order) is not None:
+                    order.touch(known if self.is_whole else [n for n in known if n in order])
             except Exception as error:
                 self._policy_failed(error)
 
