@@ -28,7 +28,7 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from kvoffload.backends.base import ReadResult, Written, check_lengths
 from kvoffload.backends.blocking_pool import BlockingPool, run_once, start_once
@@ -45,9 +45,17 @@ class Runner(Protocol):
     """Where the functions of a backend run."""
 
     async def fill(
-        self, kind: Kind, answers: list[T], work: Callable[[int], T], is_quick: bool
+        self,
+        kind: Kind,
+        answers: list[Any],
+        work: Callable[[int], Any],
+        is_quick: bool,
+        runs: Sequence[range],
     ) -> None:
-        """Set ``answers[i] = work(i)`` for each item that is begun; ``work`` does not raise."""
+        """Set ``answers[i] = work(i)`` for each item that is begun; ``work`` does not raise.
+
+        With ``runs`` of items, ``work(i)`` returns the answers of ``runs[i]``.
+        """
         ...
 
     async def close(self, release: Callable[[], None]) -> None:
@@ -153,7 +161,38 @@ class ChunkwiseBackend(CountedBackend, ABC):
                 return failed
 
         answers = [failed] * items
-        await self.__runner.fill(kind, answers, attempt, is_quick)
+        await self.__runner.fill(kind, answers, attempt, is_quick, ())
+        return answers
+
+    async def run_all(
+        self,
+        kind: Kind,
+        runs: Sequence[range],
+        work: Callable[[range], list[T]],
+        failed: T,
+        *,
+        is_quick: bool = False,
+    ) -> list[T]:
+        """Return the answers of all items, run by run; see :meth:`run_each`.
+
+        Args:
+            kind: of the work.
+            runs: the items in parts that follow one another.
+            work: returns the answers of a run.
+            failed: the answer of each item of a run that raises, or is not begun.
+            is_quick: as of :meth:`run_each`.
+        """
+
+        def attempt(i: int) -> list[T]:
+            if not self.is_closed:
+                try:
+                    return work(runs[i])
+                except Exception as error:
+                    self.note_failure(kind, error)
+            return [failed] * len(runs[i])
+
+        answers = [failed] * (runs[-1].stop if runs else 0)
+        await self.__runner.fill(kind, answers, attempt, is_quick, runs)
         return answers
 
 
@@ -173,10 +212,18 @@ class InlineBackend(ChunkwiseBackend):
 
 class _OnTheLoop:
     async def fill(
-        self, kind: Kind, answers: list[T], work: Callable[[int], T], is_quick: bool
+        self,
+        kind: Kind,
+        answers: list[Any],
+        work: Callable[[int], Any],
+        is_quick: bool,
+        runs: Sequence[range],
     ) -> None:
-        for i in range(len(answers)):
-            answers[i] = work(i)
+        for i in range(len(runs or answers)):
+            if runs:
+                answers[runs[i].start : runs[i].stop] = work(i)
+            else:
+                answers[i] = work(i)
             await asyncio.sleep(0)
 
     async def close(self, release: Callable[[], None]) -> None:
@@ -274,11 +321,16 @@ class _OnThreads:
         self._pools = pools
 
     async def fill(
-        self, kind: Kind, answers: list[T], work: Callable[[int], T], is_quick: bool
+        self,
+        kind: Kind,
+        answers: list[Any],
+        work: Callable[[int], Any],
+        is_quick: bool,
+        runs: Sequence[range],
     ) -> None:
         backend, gave_up, pool = self._backend, partial(self._gave_up, kind), self._pools[kind]
         interrupt, at_once = backend.interrupt, backend.at_once()
-        await pool.fill(answers, work, gave_up, interrupt, at_once, is_quick=is_quick)
+        await pool.fill(answers, work, gave_up, interrupt, at_once, is_quick=is_quick, runs=runs)
 
     async def close(self, release: Callable[[], None]) -> None:
         if await run_once(self._close_pools):

@@ -33,6 +33,8 @@ from kvoffload.errors import ConfigError
 log = logging.getLogger(__name__)
 
 PAGE = ALIGNED_BYTES
+MOST_IN_RUN = 8
+"""So many chunks are read or written by one call at most."""
 
 
 class Outcome(NamedTuple):
@@ -201,6 +203,15 @@ class ChunkFiles:
     def _bypass(self, memory: memoryview, by_cache: bool) -> int:
         """Return the flag with which a file is opened for I/O of this memory."""
         return os.O_DIRECT if self.direct and not by_cache and is_aligned(memory) else 0
+
+    def headers(self, count: int) -> list[memoryview]:
+        """Return pages of this thread, for the headers of up to ``MOST_IN_RUN`` chunks."""
+        headers: list[memoryview] | None = getattr(self._local, "headers", None)
+        if headers is None:
+            memory = memoryview(mmap.mmap(-1, MOST_IN_RUN * PAGE))
+            headers = [memory[i * PAGE : (i + 1) * PAGE] for i in range(MOST_IN_RUN)]
+            self._local.headers = headers
+        return headers[:count]
 
     def pages(self) -> tuple[memoryview, memoryview]:
         """Return two pages of this thread: for a header, and for bytes past a chunk's end."""

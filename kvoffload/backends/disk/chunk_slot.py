@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+from collections.abc import Sequence
 
 from kvoffload.backends.disk.chunk_file import (
     PAGE,
@@ -93,6 +94,33 @@ class ChunkSlots:
         if reason is None:
             return None
         return counted_as("size" if reason == "length" else reason)
+
+    def read_run(
+        self,
+        segment: Segment,
+        slot: int,
+        keys: Sequence[bytes],
+        namespace: bytes,
+        targets: Sequence[memoryview],
+    ) -> list[bool]:
+        """Fill targets with the chunks of slots that follow one another, by one call.
+
+        Returns which of them are. The others may be whole: :meth:`read` reads one, or says why not.
+        """
+        files, offset, headers = self._files, slot * segment.slot_bytes, self._files.headers(len(keys))
+        buffers = [buffer for pair in zip(headers, targets, strict=True) for buffer in pair]
+        try:
+            moved = self._read_cached(segment, buffers, offset) if files.room else 0
+            if not moved:
+                slots = segment.slots(direct=files.direct and all(map(is_aligned, targets)))
+                moved = self._vfs.preadv(slots.fd, buffers, offset)
+        except OSError:
+            moved = 0
+        num_whole, fault = moved // segment.slot_bytes, files.seal.fault
+        return [
+            i < num_whole and fault(headers[i], targets[i], key, namespace) is None
+            for i, key in enumerate(keys)
+        ]
 
     def write(
         self,

@@ -4,7 +4,7 @@ import contextlib
 import errno
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from kvoffload.backends.disk.index import Name, name_of
@@ -40,6 +40,17 @@ class Places:
         if (place := self._places.get(name)) is None:
             raise gone(name)
         return self.at(place)
+
+    def runs(self, names: Sequence[Name], most: int) -> list[range]:
+        """Return these chunks in parts that are in slots which follow one another."""
+        runs, start, due, find = list[range](), 0, None, self._places.get
+        for i, name in enumerate(names):
+            place = find(name)
+            if i > start and (place is None or place != due or i - start >= most):
+                runs.append(range(start, i))
+                start = i
+            due = None if place is None else place + MOST_SEGMENTS
+        return [*runs, range(start, len(names))]
 
     def at(self, place: Place) -> At:
         """Return a slot by its place; FileNotFoundError: its segment is gone."""

@@ -1,10 +1,10 @@
 """A slot of a segment a chunk: the form of small chunks, for which a file each costs too much."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from kvoffload.backends.disk.chunk_file import ChunkFiles, bytes_on_disk
+from kvoffload.backends.disk.chunk_file import MOST_IN_RUN, PAGE, ChunkFiles, bytes_on_disk
 from kvoffload.backends.disk.chunk_forms import Seen
 from kvoffload.backends.disk.chunk_slot import ChunkSlots
 from kvoffload.backends.disk.index import Name
@@ -15,6 +15,8 @@ from kvoffload.backends.disk.vfs import Vfs
 
 MOST_CHUNK_BYTES = 256 << 10
 """Longer chunks have files of their own."""
+_MOST_RUN_BYTES = 512 << 10
+"""A chunk is told of when the whole run is there."""
 
 
 class SlotDraft(NamedTuple):
@@ -90,6 +92,27 @@ class Slots:
         if reason == "missing":
             self.segments.forget(name, at)
         return reason, None if reason is None else Seen(at.place, at.segment.slot_bytes)
+
+    def runs(self, names: Sequence[Name], targets: Sequence[memoryview]) -> list[range]:
+        """Return chunks in parts that :meth:`read_run` reads by one call, or that have one."""
+        size = targets[0].nbytes
+        if not size or size % PAGE or any(target.nbytes != size for target in targets):
+            return [range(i, i + 1) for i in range(len(names))]
+        return self.segments.runs(names, min(MOST_IN_RUN, max(1, _MOST_RUN_BYTES // size)))
+
+    def read_run(
+        self, names: Sequence[Name], keys: Sequence[bytes], targets: Sequence[memoryview]
+    ) -> list[bool]:
+        """Fill targets with chunks as :meth:`runs` returned them; return which are sound."""
+        try:
+            at = self.segments.find(names[0])
+        except FileNotFoundError:
+            return [False] * len(names)
+        segment, slot, _ = at
+        is_run = segment.slot_bytes == bytes_on_disk(targets[0].nbytes)
+        if not is_run or self.segments.runs(names, len(names)) != [range(len(names))]:
+            return [False] * len(names)  # some have moved meanwhile
+        return self.chunks.read_run(segment, slot, keys, self.digest, targets)
 
     def draft(self, chunk_bytes: int) -> SlotDraft:
         at = self.segments.take_slot(bytes_on_disk(chunk_bytes))

@@ -75,10 +75,10 @@ class PageFigures:
         with self._lock:
             self._hit_tokens[tier] += sum(map(self._tokens_of, keys))
 
-    def copied(self, num_bytes: int, seconds: float, *, into_slot: bool) -> None:
-        """Count the copy of a page."""
+    def copied(self, pages: int, num_bytes: int, seconds: float, *, into_slot: bool) -> None:
+        """Count the copies of pages, and how long they took together."""
         with self._lock:
-            (self._stores if into_slot else self._loads).add(1, num_bytes, seconds)
+            (self._stores if into_slot else self._loads).add(pages, num_bytes, seconds)
 
     def _take_removals(self) -> None:
         for name, tier in self._client.tiers.items():

@@ -31,9 +31,10 @@ log = logging.getLogger(__name__)
 Page = Sequence[tuple[int, int]]
 """The parts of a page in the engine's memory: address and bytes of each."""
 PAGES_PER_JOB = 16
-JOB_BYTES = 4 << 20
-"""A job of small pages has so many bytes: each job costs messages, tasks and wake-ups."""
-STORE_JOB_BYTES = 32 << 20
+LOAD_BYTES, STORE_BYTES = 16 << 20, 4 << 20
+"""A job of small pages has so many bytes: each job costs messages, tasks and wake-ups, some 0.3 ms
+together. A store has less: its first page is written when all pages of the job are copied."""
+MOST_STORE_BYTES = 32 << 20
 """A larger store job may take all staging slots; the copy of the next job must wait for it then."""
 CLEAR_S = 30.0
 """How long a call waits until all pages are removed; SGLang's scheduler waits with it."""
@@ -78,7 +79,9 @@ class PageStore:
         self._tiers = list(self._client.tiers.values())
         self._staging = staging = StagingSlots(num_slots)
         # A call that hangs keeps the slots of its job, so a job has a small part of them.
-        self._pages_per_job = max(PAGES_PER_JOB, min(JOB_BYTES // slot_bytes, num_slots // 8))
+        few, most = max(1, MOST_STORE_BYTES // slot_bytes), num_slots // 8
+        self._pages_per_load = max(PAGES_PER_JOB, min(LOAD_BYTES // slot_bytes, most))
+        self._pages_per_store = min(few, max(PAGES_PER_JOB, min(STORE_BYTES // slot_bytes, most)))
         self._late = LateSlots(max(1, num_slots // (2 * len(self._tiers))))
         self.figures = PageFigures(self._client, tokens_of, lambda: staging.num_busy * slot_bytes)
         """What became of pages."""
@@ -117,7 +120,7 @@ class PageStore:
 
     def load(self, keys: Sequence[bytes], pages: Sequence[Page]) -> list[bool]:
         """Fill pages with what is stored under their keys, verified; False where nothing is."""
-        self._check(keys, pages)
+        sizes = self._sizes(keys, pages)
         ok = [False] * len(keys)
         until_s = time.monotonic() + self._config.load_timeout_s
         num_bars = self._num_bars
@@ -130,7 +133,7 @@ class PageStore:
             held = self._lookup.may_hold(tier, keys)
             wanted = [i for i, here in enumerate(held) if here and not ok[i]]
             if time.monotonic() < until_s:
-                self._load_from(tier, deque(wanted), keys, pages, ok, until_s)
+                self._load_from(tier, deque(wanted), keys, pages, sizes, ok, until_s)
                 brought[tier.name] = [keys[i] for i in wanted if ok[i]]
             else:
                 self._not_asked(tier, len({*wanted} - tried))
@@ -149,6 +152,7 @@ class PageStore:
         left: "deque[int]",
         keys: Sequence[bytes],
         pages: Sequence[Page],
+        sizes: Sequence[int],
         ok: list[bool],
         until_s: float,
     ) -> None:
@@ -161,17 +165,19 @@ class PageStore:
                 left.clear()
             if left and (job := self._lend(left, news, until_s, running, tier.name)):
                 asked = [keys[i] for i in job.places]
-                sizes = [num_bytes(pages[i]) for i in job.places]
-                self._client.load(tier.name, asked, job.lease.slots, sizes, job)
+                told_sizes = _shortened([sizes[i] for i in job.places])
+                self._client.load(tier.name, asked, job.lease.slots, told_sizes, job)
                 continue
             told = self._next(news, until_s) if running else None
             if told is None:
                 break
-            for number in told.numbers:
-                place = told.job.places[number]
-                if not ok[place]:
-                    self._copy(pages[place], told.job.lease.slots[number], into_slot=False)
-                    ok[place] = True
+            places, slots = told.job.places, told.job.lease.slots
+            new = [number for number in told.numbers if not ok[places[number]]]
+            if new:
+                arrived = [pages[places[number]] for number in new]
+                self._copy(arrived, [slots[number] for number in new], into_slot=False)
+                for number in new:
+                    ok[places[number]] = True
             if told.has_ended:
                 running.remove(told.job)
                 told.job.lease.release()
@@ -207,7 +213,7 @@ class PageStore:
 
         True where all tiers had the page, or one has stored it now.
         """
-        self._check(keys, pages)
+        sizes = self._sizes(keys, pages)
         until_s = time.monotonic() + self._config.store_timeout_s
         num_bars = self._num_bars
         if self._is_barred:
@@ -221,11 +227,10 @@ class PageStore:
         running: set[PageJob] = set()
         while left or running:
             if left and (job := self._lend(left, news, until_s, running)):
-                for place, slot in zip(job.places, job.lease.slots, strict=True):
-                    self._copy(pages[place], slot, into_slot=True)
+                self._copy([pages[i] for i in job.places], job.lease.slots, into_slot=True)
                 job.lease.release()
                 running.remove(job)
-                begun = self._store(job, keys, pages, news, num_bars)
+                begun = self._store(job, keys, sizes, news, num_bars)
                 running |= begun
                 continue
             told = self._next(news, until_s) if running else None
@@ -247,7 +252,7 @@ class PageStore:
         self,
         job: PageJob,
         keys: Sequence[bytes],
-        pages: Sequence[Page],
+        sizes: Sequence[int],
         news: "SimpleQueue[News]",
         num_bars: int,
     ) -> set[PageJob]:
@@ -256,7 +261,7 @@ class PageStore:
         A tier whose late calls keep its share of slots gets none either.
         """
         asked = [keys[i] for i in job.places]
-        sizes = [num_bytes(pages[i]) for i in job.places]
+        told_sizes = _shortened([sizes[i] for i in job.places])
         with self._changing:
             begun, is_barred = set[PageJob](), num_bars != self._num_bars
             for tier in self._tiers:
@@ -266,19 +271,21 @@ class PageStore:
                         self.figures.lose("store", "hung", len(asked))
                     continue
                 begun.add(each := PageJob(job.places, job.lease, news, self._late, tier.name))
-                self._client.store(tier.name, asked, job.lease.slots, sizes, each)
+                self._client.store(tier.name, asked, job.lease.slots, told_sizes, each)
         if is_barred:
             self.figures.lose("store", "barred", len(asked))
         return begun
 
     # ---- both ----
 
-    def _check(self, keys: Sequence[bytes], pages: Sequence[Page]) -> None:
-        """Refuse what does not fit into slots; raises ValueError."""
+    def _sizes(self, keys: Sequence[bytes], pages: Sequence[Page]) -> list[int]:
+        """Return the bytes of each page; ValueError: one does not fit into a slot."""
         if len(keys) != len(pages):
             raise ValueError(f"{len(keys)} keys, but {len(pages)} pages")
-        if (most := max(map(num_bytes, pages), default=0)) > self.slot_bytes:
+        sizes = list(map(num_bytes, pages))
+        if (most := max(sizes, default=0)) > self.slot_bytes:
             raise ValueError(f"a page of {most} bytes, slots have {self.slot_bytes}")
+        return sizes
 
     def _lend(
         self,
@@ -293,8 +300,7 @@ class PageStore:
         ``source`` is the tier of a load; without one they are for a store.
         """
         storing = not source
-        most = max(1, STORE_JOB_BYTES // self.slot_bytes) if storing else len(left)
-        count = min(len(left), self._pages_per_job, most)
+        count = min(len(left), self._pages_per_store if storing else self._pages_per_load)
         slots = self._staging.take(count, storing=storing, until_s=0.0 if running else until_s)
         if not slots:
             return None
@@ -311,14 +317,21 @@ class PageStore:
         except Empty:
             return None
 
-    def _copy(self, page: Page, slot: int, *, into_slot: bool) -> None:
-        """Copy a page between the engine's memory and a slot; ctypes releases the GIL."""
-        begun_s = time.monotonic()
-        begin = at = self._io.slab.address + slot * self.slot_bytes
-        for address, size in page:
-            ctypes.memmove(*((at, address) if into_slot else (address, at)), size)
-            at += size
-        self.figures.copied(at - begin, time.monotonic() - begun_s, into_slot=into_slot)
+    def _copy(self, pages: Sequence[Page], slots: Sequence[int], *, into_slot: bool) -> None:
+        """Copy pages between the engine's memory and slots; ctypes releases the GIL."""
+        begun_s, copied, move = time.monotonic(), 0, ctypes.memmove
+        start, slot_bytes = self._io.slab.address, self.slot_bytes
+        for page, slot in zip(pages, slots, strict=True):
+            begin = at = start + slot * slot_bytes
+            for address, size in page:
+                if into_slot:
+                    move(at, address, size)
+                else:
+                    move(address, at, size)
+                at += size
+            copied += at - begin
+        seconds = time.monotonic() - begun_s
+        self.figures.copied(len(slots), copied, seconds, into_slot=into_slot)
 
     # ---- resets and the end ----
 
@@ -369,3 +382,8 @@ class PageStore:
 def num_bytes(page: Page) -> int:
     """Return the bytes of all parts of a page."""
     return sum(size for _, size in page)
+
+
+def _shortened(sizes: list[int]) -> int | list[int]:
+    """Return sizes as messages have them: one number if all are equal."""
+    return sizes[0] if sizes.count(sizes[0]) == len(sizes) else sizes

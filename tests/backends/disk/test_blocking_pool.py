@@ -321,3 +321,23 @@ async def test_closing_ends_quick_batches_that_wait(make):
     threading.Timer(0.05, stuck.go_on.set).start()
     assert await asyncio.to_thread(pool.close)
     await asyncio.wait_for(asyncio.gather(*fills), 20)
+
+
+async def test_a_run_of_items_is_one_step_and_counts_all_its_items(make, stalls):
+    pool, release = make(threads=1, stall_s=0.05), threading.Event()
+    runs, answers, done = [range(2), range(2, 5), range(5, 6)], [None] * 6, []
+
+    def work(i):
+        release.wait()
+        done.append(runs[i])
+        return list(runs[i])
+
+    filling = asyncio.ensure_future(pool.fill(answers, work, runs=runs))
+    await until(lambda: bool(stalls))
+    release.set()
+    await filling
+    assert stalls == [(4, True)]
+    assert answers == [0, 1, None, None, None, None]
+    await pool.fill(answers, work, runs=runs)
+    assert answers == [0, 1, 2, 3, 4, 5]
+    assert done == [runs[0], *runs]
