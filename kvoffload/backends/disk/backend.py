@@ -209,14 +209,17 @@ class DiskBackend(ThreadPoolBackend):
         new = (c.nbytes for k, c in zip(keys, chunks, strict=True) if name_of(0, k) not in index)
         reservation = Reservation(self._store.space, new)
 
-        def store(i: int) -> Written:
-            tenant = tenants[i] if tenants else b""
-            return self._store.store(keys[i], chunks[i].cast("B"), reservation, tenant)
+        memory, owners = [chunk.cast("B") for chunk in chunks], tenants or [b""] * len(keys)
+
+        def store(run: range) -> list[Written]:
+            part = slice(run.start, run.stop)
+            return self._store.store_run(keys[part], memory[part], reservation, owners[part])
 
         answers: list[Written]
+        runs = self._store.store_runs(memory)
         try:
             is_quick = self.room is not None and self.room.is_free and _are_small(chunks)
-            answers = await self.run_each("write", len(keys), store, False, is_quick=is_quick)
+            answers = await self.run_all("write", runs, store, False, is_quick=is_quick)
         finally:
             index.disown(names)
             index.reorder(names[::-1])

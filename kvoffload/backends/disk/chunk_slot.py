@@ -107,7 +107,11 @@ class ChunkSlots:
 
         Returns which of them are. The others may be whole: :meth:`read` reads one, or says why not.
         """
-        files, offset, headers = self._files, slot * segment.slot_bytes, self._files.headers(len(keys))
+        files, offset, headers = (
+            self._files,
+            slot * segment.slot_bytes,
+            self._files.headers(len(keys)),
+        )
         buffers = [buffer for pair in zip(headers, targets, strict=True) for buffer in pair]
         try:
             moved = self._read_cached(segment, buffers, offset) if files.room else 0
@@ -153,6 +157,45 @@ class ChunkSlots:
         finally:
             files.seal.done(stored)
         return None
+
+    def write_run(
+        self,
+        segment: Segment,
+        slot: int,
+        keys: Sequence[bytes],
+        namespace: bytes,
+        chunks: Sequence[memoryview],
+        tenants: Sequence[bytes],
+    ) -> bool:
+        """Write chunks into slots that follow one another, by one call; False: not all of them.
+
+        Then :meth:`write` writes one, or says why not.
+        """
+        files, offset, wanted = self._files, slot * segment.slot_bytes, 0
+        buffers, packed = list[memoryview](), list[memoryview]()
+        try:
+            for header, key, chunk, tenant in zip(
+                files.headers(len(keys)), keys, chunks, tenants, strict=True
+            ):
+                header[:], stored = files.seal.pack(
+                    key, namespace, chunk, header_bytes=PAGE, tenant=tenant
+                )
+                packed.append(stored)
+                buffers += header, stored
+                wanted += PAGE + chunk.nbytes
+            by_cache = files.fills_cache()
+            direct = files.direct and not by_cache and all(map(is_aligned, packed))
+            slots = segment.slots(direct=direct)
+            if self._vfs.pwritev(slots.fd, buffers, offset) != wanted:
+                return False
+            if by_cache:
+                self._start_writeback(segment, wanted)
+        except OSError:
+            return False
+        finally:
+            for stored in packed:
+                files.seal.done(stored)
+        return True
 
     def _read_cached(self, segment: Segment, buffers: list[memoryview], offset: int) -> int:
         """Read a chunk if the page cache has all of it; return the bytes read."""

@@ -154,6 +154,19 @@ class Index:
             self._put(name, allocated_bytes)
             self._note(name)
 
+    def add_all(self, names: Sequence[Name], allocated_bytes: int) -> None:
+        """Do as :meth:`add` with chunks of one size, none of them known.
+
+        If the policy raises, some are not added.
+        """
+        with self._lock:
+            self._hidden.difference_update(names)
+            if self._dropped is not None:
+                self._dropped.difference_update(names)
+            self._put_all(dict.fromkeys(names, allocated_bytes), names)
+            for name in names:
+                self._note(name)
+
     def found(self, sizes: Iterable[tuple[Name, int]], *, again: bool = True) -> None:
         """Add chunks that a scan found, the least recently used first.
 
@@ -202,9 +215,8 @@ class Index:
             return
         with self._lock:
             try:
-                for name in names:
-                    if name in self._sizes:
-                        self._put(name, self._sizes[name])
+                sizes = self._sizes
+                self._put_all({name: sizes[name] for name in names if name in sizes}, ())
             except Exception as error:
                 self._policy_failed(error)
 

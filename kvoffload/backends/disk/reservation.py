@@ -31,6 +31,18 @@ class Reservation:
             # Files to overwrite come first: it costs less to give new room back.
             return rooms.pop(0) if rooms else None
 
+    def take_all(self, chunk_bytes: int, count: int) -> list[Room]:
+        """Return room for up to so many chunks of this length."""
+        rooms = list[Room]()
+        while len(rooms) < count and (room := self.take(chunk_bytes)) is not None:
+            rooms.append(room)
+        return rooms
+
+    def give_back(self, chunk_bytes: int, rooms: Iterable[Room]) -> None:
+        """Take back rooms that no store used, for those that follow."""
+        with self._lock:
+            self._rooms[chunk_bytes] += rooms
+
     @property
     def is_used_up(self) -> bool:
         """Whether stores used all that was reserved."""

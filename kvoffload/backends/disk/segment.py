@@ -187,25 +187,29 @@ class Segment:
         return None if key is None else Entry(used_ns, stored_ns, key)
 
     def set_entry(self, slot: int, entry: bytes) -> None:
+        """Write the entry of a slot, or those of slots that follow one another."""
         self._write(entry, _offset(slot))
         start = slot * ENTRY_BYTES
         if start > len(self.table):
             self.table.extend(bytes(start - len(self.table)))
-        self.table[start : start + ENTRY_BYTES] = entry
+        self.table[start : start + len(entry)] = entry
 
-    def claim(self, slot: int, key: bytes) -> bytes | None:
+    def claim(self, slot: int, *keys: bytes) -> bytes | None:
         """Mark a slot with a chunk as being written, and return its entry; raises OSError.
 
-        None: the slot has no such chunk. Of several processes, one claims it.
+        None: the slot has no such chunk. Of several processes, one claims it. With several keys
+        it is that slot and the next ones: all of them, or none.
         """
-        table, part = self._table(), (_offset(slot), ENTRY_BYTES)
+        table, part = self._table(), (_offset(slot), len(keys) * ENTRY_BYTES)
         self._lock_part(table.fd, *part)
         try:
-            entry = bytes(self.entry(slot))
-            if key_in(entry) != key:
-                return None
-            self.set_entry(slot, WRITING)
-            return entry
+            entries = bytearray(len(keys) * ENTRY_BYTES)
+            self.vfs.preadv(table.fd, [entries], _offset(slot))
+            for i, key in enumerate(keys):
+                if key_in(entries[i * ENTRY_BYTES : (i + 1) * ENTRY_BYTES]) != key:
+                    return None
+            self.set_entry(slot, WRITING * len(keys))
+            return bytes(entries)
         finally:
             self.vfs.lock_part(table.fd, fcntl.F_UNLCK, *part)
 

@@ -18,6 +18,7 @@ from kvoffload.backends.disk.index import Name, name_of
 from kvoffload.backends.disk.paths import SEGMENTS, stems_of
 from kvoffload.backends.disk.root import RootHandle
 from kvoffload.backends.disk.segment import (
+    ENTRY_BYTES,
     FREE,
     WRITING,
     Segment,
@@ -95,8 +96,8 @@ class Segments(Places):
 
     # ---- a slot to store in ----------------------------------------------------------------
 
-    def take_slot(self, slot_bytes: int) -> At:
-        """Return a free slot of an own segment, marked as being written."""
+    def take_slots(self, slot_bytes: int, count: int = 1) -> list[At]:
+        """Return free slots of an own segment, marked as being written."""
         if self._must_look(slot_bytes):
             with contextlib.suppress(OSError):  # one segment that is unreadable stops no store
                 self.refresh(0)  # the lock must not be held: a refresh takes it
@@ -104,13 +105,23 @@ class Segments(Places):
             number = self._own_segment(slot_bytes)
             segment = self._open[number]
             assert segment is not None
-            slot = segment.take_slot()
+            slots = list[int]()
             try:
-                segment.set_entry(slot, WRITING)
+                while len(slots) < count:
+                    first = segment.take_slot()
+                    slots.append(first)
+                    # New ones follow the last one; what was freed may be anywhere.
+                    if not segment.free and first * ENTRY_BYTES >= len(segment.table):
+                        more = count - len(slots)
+                        slots += range(first + 1, first + 1 + more)
+                        segment.taken += more
+                        segment.set_entry(first, WRITING * (1 + more))
+                    else:
+                        segment.set_entry(first, WRITING)
             except BaseException:
-                segment.free.append(slot)
+                segment.free += reversed(slots)
                 raise
-        return At(segment, slot, slot * MOST_SEGMENTS + number)
+        return [At(segment, slot, slot * MOST_SEGMENTS + number) for slot in slots]
 
     def _must_look(self, slot_bytes: int) -> bool:
         """Return whether there may be a free slot or segment that this process does not know."""

@@ -22,6 +22,10 @@ class At(NamedTuple):
     slot: int
     place: Place
 
+    def after(self, slots: int) -> "At":
+        """Return the place so many slots further."""
+        return At(self.segment, self.slot + slots, self.place + slots * MOST_SEGMENTS)
+
 
 class Places:
     """Places by the names of their chunks, and segments by number. Thread-safe."""
@@ -41,6 +45,10 @@ class Places:
             raise gone(name)
         return self.at(place)
 
+    def place(self, name: Name) -> Place:
+        """Return where a chunk is; -1: nowhere."""
+        return self._places.get(name, -1)
+
     def runs(self, names: Sequence[Name], most: int) -> list[range]:
         """Return these chunks in parts that are in slots which follow one another."""
         runs, start, due, find = list[range](), 0, None, self._places.get
@@ -50,7 +58,7 @@ class Places:
                 runs.append(range(start, i))
                 start = i
             due = None if place is None else place + MOST_SEGMENTS
-        return [*runs, range(start, len(names))]
+        return [*runs, range(start, len(names))] if names else []
 
     def at(self, place: Place) -> At:
         """Return a slot by its place; FileNotFoundError: its segment is gone."""
@@ -105,6 +113,37 @@ class Places:
             self._places.setdefault(name, at.place)
             self.forget(name, at)
             raise gone(name)
+
+    def take_run(self, names: Sequence[Name]) -> bool:
+        """Hide chunks of slots that follow one another, and mark the slots as being written.
+
+        False: nothing has changed, one of them may be gone. Raises OSError, too.
+        """
+        at, taken = self.find(names[0]), list[Name]()
+        is_taken = False
+        try:
+            with self.lock:
+                for i, name in enumerate(names):
+                    if self._places.get(name) != at.place + i * MOST_SEGMENTS:
+                        return False
+                    del self._places[name]
+                    taken.append(name)
+            keys = (name[2:] for name in names)
+            with self.lock:
+                is_taken = at.segment.claim(at.slot, *keys) is not None
+            return is_taken
+        finally:
+            for i, name in enumerate(taken if not is_taken else ()):
+                self._places.setdefault(name, at.place + i * MOST_SEGMENTS)
+
+    def enter_run(self, names: Sequence[Name], at: At, entries: bytes) -> None:
+        """Enter chunks that are in no place yet into the table of slots that follow one another."""
+        with self.lock:
+            if self.at(at.place).segment is not at.segment:
+                raise gone(names[0])  # with its segment
+            at.segment.set_entry(at.slot, entries)
+            places = range(at.place, at.place + len(names) * MOST_SEGMENTS, MOST_SEGMENTS)
+            self._places.update(zip(names, places, strict=True))
 
     def claim(self, at: At, key: bytes) -> bytes | None:
         """See :meth:`Segment.claim`; callers keep the chunk's name out of the places."""

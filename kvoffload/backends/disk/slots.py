@@ -1,5 +1,6 @@
 """A slot of a segment a chunk: the form of small chunks, for which a file each costs too much."""
 
+import contextlib
 import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -15,8 +16,8 @@ from kvoffload.backends.disk.vfs import Vfs
 
 MOST_CHUNK_BYTES = 256 << 10
 """Longer chunks have files of their own."""
-_MOST_RUN_BYTES = 512 << 10
-"""A chunk is told of when the whole run is there."""
+MOST_RUN_BYTES = 512 << 10
+"""A chunk is told of when the whole run is moved."""
 
 
 class SlotDraft(NamedTuple):
@@ -60,6 +61,16 @@ class SlotDraft(NamedTuple):
         return True
 
 
+def runs_of(drafts: Sequence[SlotDraft]) -> list[range]:
+    """Return drafts in parts whose slots follow one another."""
+    runs, start = list[range](), 0
+    for i in range(1, len(drafts) + 1):
+        if i == len(drafts) or drafts[i].at != drafts[start].at.after(i - start):
+            runs.append(range(start, i))
+            start = i
+    return runs
+
+
 class Slots:
     """Chunks in slots; see ``chunk_forms``. Thread-safe."""
 
@@ -98,7 +109,7 @@ class Slots:
         size = targets[0].nbytes
         if not size or size % PAGE or any(target.nbytes != size for target in targets):
             return [range(i, i + 1) for i in range(len(names))]
-        return self.segments.runs(names, min(MOST_IN_RUN, max(1, _MOST_RUN_BYTES // size)))
+        return self.segments.runs(names, min(MOST_IN_RUN, max(1, MOST_RUN_BYTES // size)))
 
     def read_run(
         self, names: Sequence[Name], keys: Sequence[bytes], targets: Sequence[memoryview]
@@ -115,8 +126,29 @@ class Slots:
         return self.chunks.read_run(segment, slot, keys, self.digest, targets)
 
     def draft(self, chunk_bytes: int) -> SlotDraft:
-        at = self.segments.take_slot(bytes_on_disk(chunk_bytes))
-        return SlotDraft(self, at, overwrites=False)
+        return self.drafts(chunk_bytes, 1)[0]
+
+    def drafts(self, chunk_bytes: int, count: int) -> list[SlotDraft]:
+        """Return new places for chunks of this length."""
+        taken = self.segments.take_slots(bytes_on_disk(chunk_bytes), count)
+        return [SlotDraft(self, at, overwrites=False) for at in taken]
+
+    def write_run(
+        self,
+        drafts: Sequence[SlotDraft],
+        keys: Sequence[bytes],
+        chunks: Sequence[memoryview],
+        tenants: Sequence[bytes],
+    ) -> bool:
+        """Write chunks of one length into slots that follow one another; False: not all of them."""
+        segment, slot, _ = drafts[0].at
+        return self.chunks.write_run(segment, slot, keys, self.digest, chunks, tenants)
+
+    def publish_run(self, drafts: Sequence[SlotDraft], names: Sequence[Name]) -> None:
+        """Let readers see chunks, which are in no slot yet; raises OSError."""
+        now_ns = time.time_ns()
+        entries = b"".join(pack_entry(name[2:], now_ns) for name in names)
+        self.segments.enter_run(names, drafts[0].at, entries)
 
     def take_over(self, name: Name, chunk_bytes: int) -> SlotDraft | None:
         segment = self.segments.find(name).segment
@@ -124,6 +156,25 @@ class Slots:
             return None
         with self.segments.taken(name) as at:
             return SlotDraft(self, at, overwrites=True)
+
+    def take_over_all(self, names: Sequence[Name], chunk_bytes: int) -> dict[Name, SlotDraft]:
+        """Do as :meth:`take_over` with many chunks; those that are not returned stay."""
+        find, slot_bytes, taken = self.segments.find, bytes_on_disk(chunk_bytes), {}
+        ordered = sorted(names, key=self.segments.place)
+        for run in self.segments.runs(ordered, MOST_IN_RUN):
+            part = ordered[run.start : run.stop]
+            with contextlib.suppress(OSError):
+                at = find(part[0])
+                suits = at.segment.is_own and at.segment.slot_bytes == slot_bytes
+                if suits and len(part) > 1 and self.segments.take_run(part):
+                    for i, name in enumerate(part):
+                        taken[name] = SlotDraft(self, at.after(i), overwrites=True)
+                    continue
+            for name in part:
+                with contextlib.suppress(OSError):
+                    if (draft := self.take_over(name, chunk_bytes)) is not None:
+                        taken[name] = draft
+        return taken
 
     def used_ns(self, name: Name) -> int:
         at = self.segments.find(name)

@@ -4,7 +4,7 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from kvoffload.backends.disk.chunk_file import bytes_on_disk
@@ -20,6 +20,9 @@ _ROOM_TRIES = 4
 """Another process may take the room that an eviction made."""
 _MOST_CHUNKS, _MOST_BYTES, _MOST_SHARE = 8, 32 << 20, 16
 """One reservation has so many chunks and bytes at most, and this part of the capacity."""
+_MOST_SMALL_BYTES = 4 << 20
+"""Of small chunks one has so many bytes: evicted together, slots that follow one another are
+overwritten by chunks that do. Else each generation would split the runs of the last one."""
 _MAX_SPARED = 64
 _MAX_UNDELETABLE = 64
 """One eviction gives up after so many failed removals."""
@@ -48,13 +51,13 @@ class Space:
         count: Callable[[str], None],
         used_ns: Callable[[Name], int],
         discard: Callable[[Name, str], bool],
-        take_over: Callable[[Name, int], Draft | None],
+        take_over: Callable[[Sequence[Name], int], Mapping[Name, Draft]],
     ) -> None:
         """Make room under ``root``.
 
         ``used_ns`` says when any process used a chunk last, or raises OSError. ``discard`` removes
-        a chunk for a reason, False: it stays. ``take_over`` evicts a chunk and keeps its place for
-        a chunk of so many bytes; None: the chunk stays.
+        a chunk for a reason, False: it stays. ``take_over`` evicts chunks and keeps their places
+        for chunks of so many bytes; those without one stay.
         """
         self._root = root
         self._index = index
@@ -107,7 +110,8 @@ class Space:
         if not self._is_evictor():
             return 1
         most_bytes = min(_MOST_BYTES, self._root.limits.capacity_bytes // _MOST_SHARE)
-        return max(1, min(_MOST_CHUNKS, most_bytes // allocated_bytes))
+        most = max(_MOST_CHUNKS, _MOST_SMALL_BYTES // allocated_bytes)
+        return max(1, min(most, most_bytes // allocated_bytes))
 
     def _reserve(self, chunk_bytes: int, count: int) -> "list[Room]":
         """Reserve for all of these chunks, or for none."""
@@ -151,12 +155,14 @@ class Space:
             return
         with self._waiting_for_eviction():
             while len(spares) < count and excess() > 0 and undeletable < _MAX_UNDELETABLE:
-                if (name := self._victim()) is None:
+                most = min(count - len(spares), -(-excess() // allocated_bytes))
+                if not (names := self._victims(most, allocated_bytes)):
                     return
-                if (spare := self._take_over(name, chunk_bytes)) is not None:
-                    spares.append(spare)
-                else:
-                    undeletable += not self._discard(name, "evicted")
+                taken = self._take_over(names, chunk_bytes)
+                spares += taken.values()
+                for name in names:
+                    if name not in taken:
+                        undeletable += not self._discard(name, "evicted")
 
     def _fits(self, allocated_bytes: int, chunks: int) -> bool:
         capacity_bytes = self._root.limits.capacity_bytes
@@ -303,6 +309,15 @@ class Space:
             if undeletable == _MAX_UNDELETABLE:
                 return False
         return True
+
+    def _victims(self, most: int, allocated_bytes: int) -> list[Name]:
+        """Return the next chunks to evict; one of another size is the last."""
+        names = list[Name]()
+        while len(names) < most and (name := self._victim()) is not None:
+            names.append(name)
+            if self._index.size(name) != allocated_bytes:
+                break
+        return names
 
     def _victim(self) -> Name | None:
         """Return the next chunk to evict; spare those that other processes used lately.

@@ -16,7 +16,14 @@ from collections.abc import Callable, Iterable, Sequence
 from kvoffload.backends.base import ReadResult, Removal, WriteResult, Written
 from kvoffload.backends.counted import Counts
 from kvoffload.backends.disk.cache_room import CacheRoom
-from kvoffload.backends.disk.chunk_file import ChunkFiles, bytes_on_disk, choose_io, reason_of
+from kvoffload.backends.disk.chunk_file import (
+    MOST_IN_RUN,
+    PAGE,
+    ChunkFiles,
+    bytes_on_disk,
+    choose_io,
+    reason_of,
+)
 from kvoffload.backends.disk.chunk_forms import Draft, Form, Seen
 from kvoffload.backends.disk.chunk_slot import probe_holes
 from kvoffload.backends.disk.expiry import UseTimes
@@ -28,8 +35,8 @@ from kvoffload.backends.disk.reservation import Reservation
 from kvoffload.backends.disk.root import RootHandle
 from kvoffload.backends.disk.segments import Segments
 from kvoffload.backends.disk.shards import Shards
-from kvoffload.backends.disk.slots import Slots
-from kvoffload.backends.disk.space import Space
+from kvoffload.backends.disk.slots import MOST_RUN_BYTES, SlotDraft, Slots, runs_of
+from kvoffload.backends.disk.space import Room, Space
 from kvoffload.backends.disk.vfs import Vfs
 from kvoffload.backends.header import NOT_DAMAGED, is_key, namespace_digest
 from kvoffload.backends.log_rate import Throttle
@@ -245,9 +252,13 @@ class DiskStore(Counts):
             with contextlib.suppress(FileNotFoundError):  # it has left: store it again
                 return self._make_durable(name, is_new=False) and WriteResult.PRESENT
         room = (reservation or Reservation(self.space, ())).take(chunk.nbytes)
-        if room is None:
-            return False
-        reserved, draft = room
+        return room is not None and self._store_in(room, key, chunk, tenant, repairs)
+
+    def _store_in(
+        self, room: Room, key: bytes, chunk: memoryview, tenant: bytes, repairs: int
+    ) -> Written:
+        """Store a chunk in its room; ``repairs``: of the root, before the room was reserved."""
+        (reserved, draft), name = room, name_of(0, key)
         try:
             form = self._form_for(key, chunk.nbytes)
             if draft is not None and draft.form is not form:
@@ -275,6 +286,108 @@ class DiskStore(Counts):
         if draft is not None and draft.overwrites:
             self.count("overwritten")
         return self._make_durable(name, is_new=True)
+
+    def store_runs(self, chunks: Sequence[memoryview]) -> list[range]:
+        """Return chunks in parts for :meth:`store_run`."""
+        most = 1 if self._durable else MOST_IN_RUN
+        runs, start = list[range](), 0
+        for i in range(1, len(chunks) + 1):
+            is_last = i == len(chunks) or chunks[i].nbytes != chunks[start].nbytes
+            nbytes = chunks[start].nbytes
+            if is_last or i - start >= min(most, max(1, MOST_RUN_BYTES // max(1, nbytes))):
+                runs.append(range(start, i))
+                start = i
+        return runs
+
+    def store_run(
+        self,
+        keys: Sequence[bytes],
+        chunks: Sequence[memoryview],
+        reservation: Reservation,
+        tenants: Sequence[bytes],
+    ) -> list[Written]:
+        """Store a part of :meth:`store_runs`: those that can be in slots by one call each step."""
+        stored = self._store_in_slots(keys, chunks, reservation, tenants) if len(keys) > 1 else ()
+        rest = range(len(stored), len(keys))
+        return [*stored, *(self.store(keys[i], chunks[i], reservation, tenants[i]) for i in rest)]
+
+    def _store_in_slots(
+        self,
+        keys: Sequence[bytes],
+        chunks: Sequence[memoryview],
+        reservation: Reservation,
+        tenants: Sequence[bytes],
+    ) -> list[Written]:
+        """Store the first of new chunks of one length; return the answers of those begun."""
+        size, names, slots = chunks[0].nbytes, [name_of(0, key) for key in keys], self.slots
+        # All that a store can meet is met chunk by chunk; here is what it mostly meets.
+        are_new = len({*names}) == len(names) and self._are_new(names)
+        if size % PAGE or not are_new or any(self._form_for(k, size) is not slots for k in keys):
+            return []
+        repairs, rooms = self.root.repairs, reservation.take_all(size, len(keys))
+        drafts = [room.spare for room in rooms if isinstance(room.spare, SlotDraft)]
+        num_new = sum(room.spare is None for room in rooms)
+        can_begin = len(rooms) > 1 and len(drafts) + num_new == len(rooms)
+        if can_begin and num_new:
+            try:
+                drafts += slots.drafts(size, num_new)
+            except OSError:
+                can_begin = False
+        if not can_begin:  # or there is a place of another form
+            reservation.give_back(size, rooms)
+            return []
+        drafts.sort(key=lambda draft: draft.at.place)
+        answers = list[Written]()
+        num_begun, allocated = 0, bytes_on_disk(size)
+        try:
+            for run in runs_of(drafts):
+                part, num_begun = slice(run.start, run.stop), run.stop
+                written = slots.write_run(drafts[part], keys[part], chunks[part], tenants[part])
+                if written and self._publish_run(names[part], drafts[part]):
+                    answers += [True] * len(run)
+                    continue
+                for i in run:
+                    num_begun, room = i + 1, Room(allocated, drafts[i])
+                    answers.append(self._store_in(room, keys[i], chunks[i], tenants[i], repairs))
+        except BaseException:
+            for draft in drafts[num_begun:]:
+                self.space.cancel(allocated, draft)
+            raise
+        return answers
+
+    def _publish_run(self, names: Sequence[Name], drafts: Sequence[SlotDraft]) -> bool:
+        """Let readers see complete chunks that are new; False: nothing is done.
+
+        If anything else raises, as a policy may, some of the chunks are not stored.
+        """
+        allocated = drafts[0].at.segment.slot_bytes
+        with self._publishing:
+            if not self._are_new(names):
+                return False
+            try:
+                self.slots.publish_run(drafts, names)
+            except OSError:
+                return False
+            for name in names if self.uses.expires else ():
+                self.uses.stored(name)
+            try:
+                self.index.add_all(names, allocated)
+            except BaseException:
+                for name, draft in zip(names, drafts, strict=True):
+                    if self.index.size(name) is not None:
+                        self.space.commit(allocated, allocated, 0)
+                    else:  # outside the order it could never be evicted
+                        draft.retract(name)
+                        self.space.cancel(allocated, draft)
+                raise
+        self.space.commit(len(names) * allocated, len(names) * allocated, 0)
+        if overwritten := sum(draft.overwrites for draft in drafts):
+            self.count("overwritten", overwritten)
+        return True
+
+    def _are_new(self, names: Sequence[Name]) -> bool:
+        size, segments = self.index.size, self.segments
+        return not any(size(name) is not None or name in segments for name in names)
 
     def _publish(self, name: Name, draft: Draft, reserved: int, allocated: int) -> str | None:
         """Let readers see a complete chunk; return why that failed, or None.
@@ -387,18 +500,22 @@ class DiskStore(Counts):
             self.note_removed(name, reason)
         return True
 
-    def take_over(self, name: Name, chunk_bytes: int) -> Draft | None:
-        """Evict a chunk whose place the next chunk of this length can overwrite.
+    def take_over(self, names: Sequence[Name], chunk_bytes: int) -> dict[Name, Draft]:
+        """Evict chunks whose places the next chunks of this length can overwrite.
 
-        Returns the place, still counted; None: the chunk stays.
+        Returns the places, still counted; chunks without one stay.
         """
+        taken, allocated = dict[Name, Draft](), bytes_on_disk(chunk_bytes)
         with self._publishing:
-            try:
-                is_counted = self.index.size(name) == bytes_on_disk(chunk_bytes)
-                taken = self._form_of(name).take_over(name, chunk_bytes) if is_counted else None
-            except OSError:
-                return None
-            if taken is not None:
+            counted = [name for name in names if self.index.size(name) == allocated]
+            taken |= self.slots.take_over_all(
+                [n for n in counted if n in self.segments], chunk_bytes
+            )
+            for name in (name for name in counted if name not in taken):
+                with contextlib.suppress(OSError):
+                    if (draft := self._form_of(name).take_over(name, chunk_bytes)) is not None:
+                        taken[name] = draft
+            for name in taken:
                 self.note_removed(name, "evicted")
         return taken
 
