@@ -11,7 +11,7 @@ import os
 import struct
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import xxhash
@@ -226,7 +226,27 @@ class Segment:
     def set_used(self, slot: int, used_ns: int) -> None:
         self._write(_USED.pack(used_ns), _offset(slot))
 
-    def _write(self, data: bytes, offset: int) -> None:
+    def set_used_all(self, slot: int, keys: Sequence[bytes], uses_ns: Sequence[int]) -> bool:
+        """Note uses of the chunks of own slots that follow one another; False: one is gone.
+
+        While the part is locked, no other process changes an entry that has a chunk.
+        """
+        table, part = self._table(), (_offset(slot), len(keys) * ENTRY_BYTES)
+        self._lock_part(table.fd, *part)
+        try:
+            entries = bytearray(part[1])
+            self.vfs.preadv(table.fd, [entries], part[0])
+            for i, (key, used_ns) in enumerate(zip(keys, uses_ns, strict=True)):
+                start = i * ENTRY_BYTES
+                if key_in(entries[start : start + ENTRY_BYTES]) != key:
+                    return False
+                _USED.pack_into(entries, start, used_ns)
+            self._write(entries, part[0])
+            return True
+        finally:
+            self.vfs.lock_part(table.fd, fcntl.F_UNLCK, *part)
+
+    def _write(self, data: bytes | bytearray, offset: int) -> None:
         table = self._table()
         _write(self.vfs, table.fd, data, offset)
 
@@ -446,7 +466,7 @@ def _offset(slot: int) -> int:
     return (1 + slot) * ENTRY_BYTES
 
 
-def _write(vfs: Vfs, fd: int, data: bytes, offset: int) -> None:
+def _write(vfs: Vfs, fd: int, data: bytes | bytearray, offset: int) -> None:
     if vfs.pwritev(fd, [data], offset) != len(data):
         raise OSError(errno.EIO, "short write")
 

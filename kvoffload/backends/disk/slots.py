@@ -2,7 +2,7 @@
 
 import contextlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from kvoffload.backends.disk.chunk_file import MOST_IN_RUN, PAGE, ChunkFiles, bytes_on_disk
@@ -16,6 +16,8 @@ from kvoffload.backends.disk.vfs import Vfs
 
 MOST_CHUNK_BYTES = 256 << 10
 """Longer chunks have files of their own."""
+_MOST_USES = 128
+"""So many times of use are written at once: stores wait for it."""
 MOST_RUN_BYTES = 512 << 10
 """A chunk is told of when the whole run is moved."""
 
@@ -183,6 +185,23 @@ class Slots:
             self.segments.forget(name, at)
             raise gone(name)
         return entry.used_ns
+
+    def record_uses(self, uses: Mapping[Name, int]) -> None:
+        """Do as :meth:`record_use` with chunks that are in slots; those that are gone are none."""
+        segments = self.segments
+        ordered = sorted(uses, key=segments.place)
+        for run in segments.runs(ordered, _MOST_USES):
+            part = ordered[run.start : run.stop]
+            keys, times = [name[2:] for name in part], [uses[name] for name in part]
+            with contextlib.suppress(OSError):
+                segment, slot, _ = segments.find(part[0])
+                if len(part) > 1 and segment.is_own:
+                    with segments.lock:
+                        if segment.set_used_all(slot, keys, times):
+                            continue
+            for name in part:
+                with contextlib.suppress(OSError):
+                    self.record_use(name, uses[name])
 
     def record_use(self, name: Name, used_ns: int) -> None:
         segment, slot, _ = self.segments.find(name)

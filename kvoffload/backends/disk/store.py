@@ -289,7 +289,7 @@ class DiskStore(Counts):
 
     def store_runs(self, chunks: Sequence[memoryview]) -> list[range]:
         """Return chunks in parts for :meth:`store_run`."""
-        most = 1 if self._durable else MOST_IN_RUN
+        most = 1 if self._durable or self.why_no_slots is not None else MOST_IN_RUN
         runs, start = list[range](), 0
         for i in range(1, len(chunks) + 1):
             is_last = i == len(chunks) or chunks[i].nbytes != chunks[start].nbytes
@@ -465,9 +465,12 @@ class DiskStore(Counts):
 
     def record_use(self) -> None:
         """Write access times, where other processes and the next start find them."""
-        for name, used_ns in self.uses.take_unwritten().items():
-            with contextlib.suppress(OSError):
-                self._form_of(name).record_use(name, used_ns)
+        uses = self.uses.take_unwritten()
+        self.slots.record_uses({n: used_ns for n, used_ns in uses.items() if n in self.segments})
+        for name, used_ns in uses.items():
+            if name not in self.segments:
+                with contextlib.suppress(OSError):
+                    self.files.record_use(name, used_ns)
 
     def is_fresh(self, name: Name) -> bool:
         """Return whether a chunk has not expired; asks the disk if no late use is known."""

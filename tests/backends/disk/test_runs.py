@@ -1,11 +1,15 @@
-"""Chunks in slots that follow one another are read by one call; each is verified by itself."""
+"""Chunks in slots that follow one another are moved by one call; each stands by itself."""
 
+import errno
+import time
 from collections import Counter
 
-from disk_parts import SIZE, flip_chunk, open_disk, write
+from disk_parts import ON_DISK, SIZE, chunk_bytes, flip_chunk, open_disk, write
 
-from kvoffload.backends.base import ReadResult
+from kvoffload.backends.base import ReadResult, WriteResult
 from kvoffload.backends.disk.chunk_file import MOST_IN_RUN
+from kvoffload.backends.disk.index import name_of
+from kvoffload.config import ByteSize
 from kvoffload.testing import payload_of
 from kvoffload.testing.backends import keys_of, slots
 from tests.support.vfs import HookedVfs
@@ -102,4 +106,117 @@ async def test_a_read_that_fails_is_tried_chunk_by_chunk(tmp_path):
     vfs.reads.clear()
     vfs.refused = 2  # from the page cache, and directly
     assert await read(backend, keys) == [True] * 4
+    await backend.close()
+
+
+class CountedCalls(HookedVfs):
+    """Counts writes, and fails those of slots that the test names by their number."""
+
+    def __init__(self):
+        super().__init__()
+        self.writes = Counter()
+        self.failing = set()
+
+    def around(self, call, path, perform):
+        if call == "pwritev" and path.endswith((".slots", ".table")):
+            ending = path.rpartition(".")[2]
+            self.writes[ending] += 1
+            if ending == "slots" and self.writes[ending] in self.failing:
+                raise OSError(errno.EIO, "a test")
+        return perform()
+
+
+def full(chunks):
+    return {"capacity": ByteSize(chunks * ON_DISK), "high_watermark": 1.0, "low_watermark": 1.0}
+
+
+async def all_are_there(backend, keys, root):
+    assert all(await read(backend, keys))
+    assert backend.usage().resident_bytes == chunk_bytes(root) == len(keys) * ON_DISK
+
+
+async def test_a_run_is_stored_by_three_writes(tmp_path):
+    vfs = CountedCalls()
+    backend = open_with(vfs, tmp_path)
+    first, keys = keys_of(1, "first"), keys_of(2 * MOST_IN_RUN)
+    assert await write(backend, first) == [True]  # makes the segment
+    vfs.writes.clear()
+    assert await write(backend, keys) == [True] * len(keys)
+    assert vfs.writes == {"slots": 2, "table": 4}
+    await all_are_there(backend, [*first, *keys], tmp_path)
+    await backend.close()
+    backend = open_with(CountedCalls(), tmp_path)
+    await all_are_there(backend, [*first, *keys], tmp_path)
+    await backend.close()
+
+
+async def test_runs_of_a_full_store_overwrite_runs(tmp_path):
+    vfs, chunks = CountedCalls(), 4 * MOST_IN_RUN
+    backend = open_with(vfs, tmp_path, **full(chunks), policy="lru")
+    for generation in range(4):
+        vfs.writes.clear()
+        keys = keys_of(chunks, str(generation))
+        for half in (keys[: chunks // 2], keys[chunks // 2 :]):
+            assert await write(backend, half) == [True] * len(half)
+    assert vfs.writes["slots"] == 4
+    await all_are_there(backend, keys, tmp_path)
+    assert backend.counters()["overwritten"] == backend.counters()["evicted"] == 3 * chunks
+    await backend.close()
+
+
+async def test_a_run_that_cannot_be_written_is_written_chunk_by_chunk(tmp_path):
+    vfs = CountedCalls()
+    backend = open_with(vfs, tmp_path)
+    vfs.failing = {1, 3}  # the run, and its second chunk
+    keys = keys_of(4)
+    assert await write(backend, keys) == [True, False, True, True]
+    assert backend.counters() == {"write_io_EIO": 1}
+    await all_are_there(backend, [keys[0], *keys[2:]], tmp_path)
+    assert await write(backend, keys) == [WriteResult.PRESENT, True, *[WriteResult.PRESENT] * 2]
+    await all_are_there(backend, keys, tmp_path)
+    await backend.close()
+
+
+async def test_a_policy_that_raises_leaves_the_accounting_right(tmp_path, monkeypatch):
+    backend = open_with(CountedCalls(), tmp_path)
+    first, keys = keys_of(1, "first"), keys_of(4)
+    assert await write(backend, first) == [True]
+    order, refused = backend._store.index._order, name_of(0, keys[2])
+    add = order.add
+
+    def raising(names):
+        if refused in names:
+            raise RuntimeError("a test")
+        add(names)
+
+    monkeypatch.setattr(order, "add", raising)
+    assert await write(backend, keys) == [False] * 4
+    monkeypatch.undo()
+    there = [key for key in keys if backend.holds(key)]
+    assert keys[2] not in there
+    await all_are_there(backend, [*first, *there], tmp_path)
+    assert all(await write(backend, keys))
+    await all_are_there(backend, [*first, *keys], tmp_path)
+    await backend.close()
+
+
+async def test_a_chunk_named_twice_in_a_call_is_stored_once(tmp_path):
+    backend = open_with(CountedCalls(), tmp_path)
+    keys = keys_of(3)
+    assert all(await write(backend, [*keys, keys[1]]))
+    await all_are_there(backend, keys, tmp_path)
+    await backend.close()
+
+
+async def test_the_uses_of_a_run_are_noted_by_one_write(tmp_path):
+    vfs = CountedCalls()
+    backend = open_with(vfs, tmp_path)
+    keys = keys_of(MOST_IN_RUN)
+    assert all(await write(backend, keys))
+    before_ns = time.time_ns()
+    assert all(await read(backend, keys))
+    vfs.writes.clear()
+    backend._store.record_use()
+    assert vfs.writes["table"] <= 1  # 0: the housekeeper has done it
+    assert min(backend._store.used_ns(name_of(0, key)) for key in keys) >= before_ns
     await backend.close()
