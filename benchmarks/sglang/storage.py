@@ -44,9 +44,11 @@ class Pool:
         self.buffer = torch.randint(0, 256, (2, num_pages, page_bytes // 2), dtype=torch.uint8)
 
     def get_page_buffer_meta(self, indices: Any) -> tuple[list[int], list[int]]:
-        pages = [int(i) // TOKENS for i in indices[::TOKENS]]
-        parts = [self.buffer[half, page] for page in pages for half in range(2)]
-        return [part.data_ptr() for part in parts], [part.nbytes for part in parts]
+        # By numbers alone, as SGLang's pools do.
+        start, (_, num_pages, size) = self.buffer.data_ptr(), self.buffer.shape
+        pages = [i // TOKENS for i in indices[::TOKENS].tolist()]
+        parts = [start + (half * num_pages + page) * size for page in pages for half in range(2)]
+        return parts, [size] * len(parts)
 
 
 class File:
