@@ -105,13 +105,10 @@ class ChunkSlots:
     ) -> list[bool]:
         """Fill targets with the chunks of slots that follow one another, by one call.
 
-        Returns which of them are. The others may be whole: :meth:`read` reads one, or says why not.
+        Returns which of them are sound. Of the rest :meth:`read` tells why not, or reads them.
         """
-        files, offset, headers = (
-            self._files,
-            slot * segment.slot_bytes,
-            self._files.headers(len(keys)),
-        )
+        files, offset = self._files, slot * segment.slot_bytes
+        headers = files.headers(len(keys))
         buffers = [buffer for pair in zip(headers, targets, strict=True) for buffer in pair]
         try:
             moved = self._read_cached(segment, buffers, offset) if files.room else 0
