@@ -215,8 +215,9 @@ class Index:
             return
         with self._lock:
             try:
-                sizes = self._sizes
-                self._put_all({name: sizes[name] for name in names if name in sizes}, ())
+                for name in names:
+                    if name in self._sizes:
+                        self._put(name, self._sizes[name])
             except Exception as error:
                 self._policy_failed(error)
 

@@ -151,14 +151,14 @@ async def test_a_run_is_stored_by_three_writes(tmp_path):
 
 
 async def test_runs_of_a_full_store_overwrite_runs(tmp_path):
-    vfs, chunks = CountedCalls(), 4 * MOST_IN_RUN
+    vfs, chunks = CountedCalls(), 16 * MOST_IN_RUN  # a sixteenth is reserved at once
     backend = open_with(vfs, tmp_path, **full(chunks), policy="lru")
     for generation in range(4):
         vfs.writes.clear()
         keys = keys_of(chunks, str(generation))
         for half in (keys[: chunks // 2], keys[chunks // 2 :]):
             assert await write(backend, half) == [True] * len(half)
-    assert vfs.writes["slots"] == 4
+    assert vfs.writes["slots"] == 16
     await all_are_there(backend, keys, tmp_path)
     assert backend.counters()["overwritten"] == backend.counters()["evicted"] == 3 * chunks
     await backend.close()
