@@ -83,8 +83,8 @@ class Places:
     def hide(self, name: Name, at: At) -> None:
         """Take a chunk out of the table again: its slot is being written."""
         with self.lock:
+            self._places.pop(name, None)  # even if the table cannot be written
             at.segment.set_entry(at.slot, WRITING)
-            self._places.pop(name, None)
 
     @contextlib.contextmanager
     def taken(self, name: Name) -> Iterator[At]:

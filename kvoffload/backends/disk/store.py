@@ -330,59 +330,66 @@ class DiskStore(Counts):
         if size % PAGE or not are_new or any(self._form_for(k, size) is not slots for k in keys):
             return []
         repairs, rooms = self.root.repairs, reservation.take_all(size, len(keys))
-        drafts = [room.spare for room in rooms if isinstance(room.spare, SlotDraft)]
-        num_new = sum(room.spare is None for room in rooms)
-        can_begin = len(rooms) > 1 and len(drafts) + num_new == len(rooms)
-        if can_begin and num_new:
-            try:
-                drafts += slots.drafts(size, num_new)
-            except OSError:
-                can_begin = False
-        if not can_begin:  # or there is a place of another form
-            reservation.give_back(size, rooms)
-            return []
-        drafts.sort(key=lambda draft: draft.at.place)
-        answers = list[Written]()
-        num_begun, allocated = 0, bytes_on_disk(size)
+        refused = [False] if len(rooms) < len(keys) else []  # the next one, which is counted
+        answers, num_begun = list[Written](), 0
         try:
-            for run in runs_of(drafts):
-                part, num_begun = slice(run.start, run.stop), run.stop
-                written = slots.write_run(drafts[part], keys[part], chunks[part], tenants[part])
-                if written and self._publish_run(names[part], drafts[part]):
+            if drafts := self._slots_for(rooms, size):
+                rooms = [Room(bytes_on_disk(size), draft) for draft in drafts]
+            for run in runs_of(drafts) or [range(i, i + 1) for i in range(len(rooms))]:
+                part = slice(run.start, run.stop)
+                is_written = drafts and slots.write_run(
+                    drafts[part], keys[part], chunks[part], tenants[part]
+                )
+                num_begun = run.stop
+                if is_written and self._publish_run(names[part], drafts[part]):
                     answers += [True] * len(run)
                     continue
                 for i in run:
-                    num_begun, room = i + 1, Room(allocated, drafts[i])
-                    answers.append(self._store_in(room, keys[i], chunks[i], tenants[i], repairs))
+                    num_begun, key = i + 1, keys[i]
+                    answers.append(self._store_in(rooms[i], key, chunks[i], tenants[i], repairs))
         except BaseException:
-            for draft in drafts[num_begun:]:
-                self.space.cancel(allocated, draft)
+            reservation.give_back(size, rooms[num_begun:])
             raise
-        return answers
+        return [*answers, *refused]
+
+    def _slots_for(self, rooms: Sequence[Room], chunk_bytes: int) -> list[SlotDraft]:
+        """Return the slots of rooms, new ones included, in order; empty: not each can have one."""
+        drafts = [room.spare for room in rooms if isinstance(room.spare, SlotDraft)]
+        num_new = sum(room.spare is None for room in rooms)
+        if len(drafts) + num_new < len(rooms):
+            return []  # there is a place of another form
+        if num_new:
+            try:
+                drafts += self.slots.drafts(chunk_bytes, num_new)
+            except OSError:
+                return []
+        return sorted(drafts, key=lambda draft: draft.at.place)
 
     def _publish_run(self, names: Sequence[Name], drafts: Sequence[SlotDraft]) -> bool:
         """Let readers see complete chunks that are new; False: nothing is done.
 
-        If anything else raises, as a policy may, some of the chunks are not stored.
+        If anything else raises, as a policy may, some of the chunks are stored, and the places of
+        the rest are given back.
         """
         allocated = drafts[0].at.segment.slot_bytes
         with self._publishing:
             if not self._are_new(names):
                 return False
             try:
-                self.slots.publish_run(drafts, names)
-            except OSError:
-                return False
-            for name in names if self.uses.expires else ():
-                self.uses.stored(name)
-            try:
+                try:
+                    self.slots.publish_run(drafts, names)
+                except OSError:
+                    return False
+                for name in names if self.uses.expires else ():
+                    self.uses.stored(name)
                 self.index.add_all(names, allocated)
             except BaseException:
                 for name, draft in zip(names, drafts, strict=True):
                     if self.index.size(name) is not None:
                         self.space.commit(allocated, allocated, 0)
                     else:  # outside the order it could never be evicted
-                        draft.retract(name)
+                        with contextlib.suppress(OSError):  # the slot is freed all the same
+                            draft.retract(name)
                         self.space.cancel(allocated, draft)
                 raise
         self.space.commit(len(names) * allocated, len(names) * allocated, 0)

@@ -1,0 +1,162 @@
+"""Runs of chunks under faults: each chunk is answered right, and the accounting stays exact."""
+
+import asyncio
+import errno
+import shutil
+
+import pytest
+from disk_parts import ON_DISK, SIZE, chunk_bytes, open_disk, write
+
+from kvoffload.backends.disk.backend import DiskBackend, DiskOptions
+from kvoffload.backends.disk.index import name_of
+from kvoffload.config import ByteSize
+from kvoffload.testing import payload_of
+from kvoffload.testing.backends import filled, keys_of, slots
+from tests.support.vfs import FailingVfs, HookedVfs, kind_of
+
+SMALL, SMALL_ON_DISK = 8192, 12288
+PLACES = 24
+
+
+async def right(backend, keys, size=SIZE):
+    """Read keys; return the answers, and see that each hit has its own bytes."""
+    into, arrived = slots(len(keys), size), []
+    answers = await backend.read_each(keys, into, arrived.append)
+    for key, slot, good in zip(keys, into, answers, strict=True):
+        assert not good or bytes(slot) == payload_of(key, size)
+    assert sorted(arrived) == [i for i, good in enumerate(answers) if good]
+    return answers
+
+
+def open_slots(root, vfs=None, **settings):
+    return open_disk(root, form="segments", vfs=vfs, **settings)
+
+
+async def life(root, nth, error, when):
+    """Store, overwrite and load runs while a call fails; return the calls made."""
+    vfs = FailingVfs(0, error, when=when)
+    options = DiskOptions(
+        root=str(root),
+        capacity=ByteSize(PLACES * SMALL_ON_DISK),
+        min_free=ByteSize(0),
+        high_watermark=1.0,
+        low_watermark=1.0,
+        policy="lru",
+        io="buffered",
+    )
+    backend = DiskBackend(options, "runs", vfs=vfs)
+    assert await asyncio.to_thread(backend.wait_ready, 60)
+    first = keys_of(4, "first")
+    assert all(await backend.write(first, filled(first, SMALL)))
+    vfs.calls, vfs.nth = 0, nth
+    for generation in range(3):
+        keys = keys_of(16, f"{generation}")
+        await backend.write(keys, filled(keys, SMALL))
+        assert chunk_bytes(root) <= PLACES * SMALL_ON_DISK
+        await right(backend, keys, SMALL)
+    backend._store.record_use()
+    calls = vfs.calls
+    vfs.heal()
+    for generation in range(3):
+        await right(backend, keys_of(16, f"{generation}"), SMALL)
+    backend._store.segments.clean_up()
+    num_known = len(backend._store.index)
+    assert backend._store.root.quota.refresh() == chunk_bytes(root) == num_known * SMALL_ON_DISK
+    last = keys_of(PLACES, "last")
+    assert all(await backend.write(last, filled(last, SMALL)))
+    assert all(await right(backend, last, SMALL))
+    await backend.close()
+    shutil.rmtree(root)
+    return calls
+
+
+async def test_each_call_on_a_segment_fails_once(ram_path):
+    def when(call, path):
+        return kind_of(path) in ("table", "slots") and call != "lock_part"
+
+    calls = await life(ram_path / "0", 0, None, when)
+    assert calls > 100
+    for nth in range(1, calls + 1):
+        await life(ram_path / f"{nth}", nth, errno.EIO, when)
+
+
+class Raising(HookedVfs):
+    """Raises what the test says at a call on the slots or the table that it names by number."""
+
+    def __init__(self):
+        super().__init__()
+        self.at, self.seen, self.error = {}, {"slots": 0, "table": 0}, RuntimeError("a test")
+
+    def around(self, call, path, perform):
+        kind = kind_of(path)
+        if call == "pwritev" and kind in self.seen:
+            self.seen[kind] += 1
+            if self.seen[kind] in self.at.get(kind, ()):
+                raise self.error
+        return perform()
+
+
+async def is_exact(backend, root):
+    backend._store.segments.clean_up()
+    num_known = len(backend._store.index)
+    assert backend.usage().resident_bytes == chunk_bytes(root) == num_known * ON_DISK
+    assert backend._store.space.in_flight_bytes == 0
+
+
+@pytest.mark.parametrize("kind", ["slots", "table"])
+async def test_an_unforeseen_error_of_a_run_leaks_no_slot(tmp_path, kind):
+    vfs = Raising()
+    backend = open_slots(tmp_path, vfs)
+    first, keys = keys_of(1, "first"), keys_of(4)
+    assert await write(backend, first) == [True]
+    vfs.seen = {"slots": 0, "table": 0}
+    vfs.at = {"slots": {1}} if kind == "slots" else {"table": {2}}
+    assert await write(backend, keys) == [False] * 4
+    await is_exact(backend, tmp_path)
+    assert all(await write(backend, keys))
+    await is_exact(backend, tmp_path)
+    await backend.close()
+
+
+async def test_a_policy_that_raises_while_the_table_cannot_be_written(tmp_path, monkeypatch):
+    vfs = Raising()
+    vfs.error = OSError(errno.EIO, "a test")
+    backend = open_slots(tmp_path, vfs)
+    first, keys = keys_of(1, "first"), keys_of(4)
+    assert await write(backend, first) == [True]
+    order, refused = backend._store.index._order, name_of(0, keys[1])
+    add = order.add
+
+    def raising(names):
+        if refused in names:
+            raise RuntimeError("a test")
+        add(names)
+
+    monkeypatch.setattr(order, "add", raising)
+    vfs.seen = {"slots": 0, "table": 0}
+    vfs.at = {"table": {3}}  # the first that takes a chunk back
+    assert await write(backend, keys) == [False] * 4
+    monkeypatch.undo()
+    await is_exact(backend, tmp_path)
+    assert all(await write(backend, keys))
+    assert all(await right(backend, keys))
+    await is_exact(backend, tmp_path)
+    await backend.close()
+
+
+async def test_each_refused_chunk_of_a_run_is_counted_once(tmp_path):
+    backend = open_slots(tmp_path, capacity=ByteSize(ON_DISK // 2))
+    assert await write(backend, keys_of(5)) == [False] * 5
+    assert backend.counters() == {"refused_size": 5}
+    await backend.close()
+
+
+async def test_a_run_that_fits_in_part_is_stored_in_part(tmp_path):
+    room = {"capacity": ByteSize(3 * ON_DISK), "high_watermark": 1.0, "low_watermark": 1.0}
+    backend = open_slots(tmp_path, **room)
+    backend._store.space.may_evict = False
+    answers = await write(backend, keys_of(5))
+    assert answers == [True] * 3 + [False] * 2
+    assert backend.counters() == {"refused_capacity": 2}
+    await is_exact(backend, tmp_path)
+    await backend.close()
