@@ -116,7 +116,10 @@ class ChunkJobs:
             if (reads_each := store.reads_each) is not None:
                 batches = ArrivalBatches(self._loop, arrived)
                 tenants = [order.tenants[i] for i in part] if order.tenants else ()
-                answers = await read_each_for(reads_each, keys, views, batches.add, tenants)
+                try:
+                    answers = await read_each_for(reads_each, keys, views, batches.add, tenants)
+                finally:  # a load that its deadline cuts off has what arrived
+                    batches.hand_over()
             else:
                 answers = await backend.read(keys, views)
             same_length(answers, keys)
@@ -201,8 +204,12 @@ class ArrivalBatches:
             if not self._new:
                 return
             self._is_looking = True
-        self._take([self._new.popleft() for _ in range(len(self._new))])
+        self.hand_over()
         self._loop.call_later(ARRIVALS_S, self._look)
+
+    def hand_over(self) -> None:
+        """Hand over what has arrived, now; call it on the loop."""
+        self._take([self._new.popleft() for _ in range(len(self._new))])
 
 
 def same_length(answers: _A, keys: Sequence[bytes]) -> _A:
