@@ -160,3 +160,122 @@ async def test_a_run_that_fits_in_part_is_stored_in_part(tmp_path):
     assert backend.counters() == {"refused_capacity": 2}
     await is_exact(backend, tmp_path)
     await backend.close()
+
+
+class Between(HookedVfs):
+    """Does something once, just before a call on a table or on slots."""
+
+    def __init__(self):
+        super().__init__()
+        self.call, self.kind, self.act = "", "", None
+
+    def before(self, call, kind, act):
+        self.call, self.kind, self.act = call, kind, act
+
+    def around(self, call, path, perform):
+        if self.act is not None and (call, kind_of(path)) == (self.call, self.kind):
+            act, self.act = self.act, None
+            act()
+        return perform()
+
+
+def two_on(root, vfs, places, io="buffered"):
+    room = {"capacity": ByteSize(places * ON_DISK), "high_watermark": 1.0, "low_watermark": 1.0}
+    room |= {"policy": "lru", "io": io}
+    return open_slots(root, vfs, **room), open_slots(root, **room)
+
+
+async def both_are_exact(one, two, root):
+    for backend in (one, two):
+        backend._store.segments.refresh(0)
+        backend._store.segments.clean_up()
+    assert one._store.root.quota.refresh() == chunk_bytes(root)
+    for backend in (one, two):
+        assert backend._store.space.in_flight_bytes == 0
+
+
+@pytest.mark.parametrize("at", [0, 3, 7])
+async def test_another_process_removes_a_chunk_of_a_run_that_is_claimed(tmp_path, at):
+    vfs = Between()
+    one, two = two_on(tmp_path, vfs, 128)
+    old, new = keys_of(128, "old"), keys_of(32, "new")
+    assert all(await write(one, old))
+    assert all(await right(two, old))
+    place = {name_of(0, key): one._store.segments.place(name_of(0, key)) for key in old}
+    victims = [n[2:] for n in sorted(place, key=lambda name: place[name])]
+    gone = [victims[i + at] for i in range(0, 128, 8)]
+    vfs.before("lock_part", "table", lambda: [two.delete(key) for key in gone])
+    answers = await write(one, new)
+    assert all(answers)
+    await right(one, old)
+    await right(two, old)
+    assert all(await right(one, new))
+    assert all(await right(two, new))
+    assert not any(await right(one, gone))
+    for backend in (one, two):
+        assert not [name for name in backend.counters() if "corrupt" in name]
+    await both_are_exact(one, two, tmp_path)
+    await one.close()
+    await two.close()
+
+
+@pytest.mark.parametrize("call", ["read_cached", "preadv"])
+async def test_a_run_is_overwritten_by_other_chunks_while_it_is_read(tmp_path, call):
+    vfs = Between()
+    one, two = two_on(tmp_path, vfs, 128, "auto" if call == "read_cached" else "buffered")
+    old, new = keys_of(8, "old"), keys_of(8, "new")
+    assert all(await write(two, old))
+    assert all(await right(one, old))
+
+    def replace():
+        for key in old[2:5]:
+            two.delete(key)
+        for key, chunk in zip(new, filled(new, SIZE), strict=True):
+            assert two.store(key, chunk)
+
+    vfs.before(call, "slots", replace)
+    answers = await right(one, old)
+    assert [bool(answer) for answer in answers] == [True] * 2 + [False] * 3 + [True] * 3
+    assert not [name for name in one.counters() if "corrupt" in name]
+    assert all(await right(one, new))
+    await both_are_exact(one, two, tmp_path)
+    await one.close()
+    await two.close()
+
+
+async def test_another_process_stores_chunks_of_a_run_meanwhile(tmp_path):
+    vfs = Between()
+    one, two = two_on(tmp_path, vfs, 128)
+    keys = keys_of(8)
+    assert all(await write(one, keys_of(1, "first")))
+
+    def store():
+        for key, chunk in zip(keys[3:5], filled(keys[3:5], SIZE), strict=True):
+            assert two.store(key, chunk)
+        one._store.segments.refresh(0)
+
+    vfs.before("pwritev", "slots", store)
+    assert all(await write(one, keys))
+    assert all(await right(one, keys))
+    assert all(await right(two, keys))
+    await both_are_exact(one, two, tmp_path)
+    assert chunk_bytes(tmp_path) == 9 * ON_DISK
+    await one.close()
+    await two.close()
+
+
+async def test_another_process_marks_a_chunk_as_damaged_while_uses_are_noted(tmp_path):
+    vfs = Between()
+    one, two = two_on(tmp_path, vfs, 128)
+    keys = keys_of(8)
+    assert all(await write(one, keys))
+    assert all(await right(two, keys))
+    assert all(await right(one, keys))
+    vfs.before("lock_part", "table", lambda: two.delete(keys[4]))
+    one._store.record_use()
+    answers = await right(one, keys)
+    assert [bool(answer) for answer in answers] == [True] * 4 + [False] + [True] * 3
+    assert not [name for name in one.counters() if "corrupt" in name]
+    await both_are_exact(one, two, tmp_path)
+    await one.close()
+    await two.close()
