@@ -115,6 +115,11 @@ class Index:
         """Whether all known chunks are in the order: none is being evicted, or undeletable."""
         return len(self._sizes) == (0 if self._order is None else len(self._order))
 
+    @property
+    def has_shares(self) -> bool:
+        """Whether tenants have shares: whose chunk is the next victim may change with each drop."""
+        return self._tenants is not None
+
     def begin_scan(self) -> None:
         """Ignore files that leave during the scan although the scan has seen them."""
         with self._lock:

@@ -311,8 +311,11 @@ class Space:
         return True
 
     def _victims(self, most: int, allocated_bytes: int) -> list[Name]:
-        """Return the next chunks to evict; one of another size is the last."""
-        names = list[Name]()
+        """Return the next chunks to evict; one of another size is the last.
+
+        With shares of tenants it is one, as the next victim depends on what is dropped.
+        """
+        names, most = list[Name](), 1 if self._index.has_shares else most
         while len(names) < most and (name := self._victim()) is not None:
             names.append(name)
             if self._index.size(name) != allocated_bytes:

@@ -279,3 +279,19 @@ async def test_another_process_marks_a_chunk_as_damaged_while_uses_are_noted(tmp
     await both_are_exact(one, two, tmp_path)
     await one.close()
     await two.close()
+
+
+async def test_evicting_for_a_run_takes_no_tenant_below_its_share(tmp_path):
+    room = {"capacity": ByteSize(128 * ON_DISK), "high_watermark": 1.0, "low_watermark": 1.0}
+    backend = open_slots(tmp_path, **room, policy="lru", tenant_share=0.5)
+    small, large, new = keys_of(63, "small"), keys_of(65, "large"), keys_of(8, "new")
+    for tenant, keys in ((b"small", small), (b"large", large), (b"new", new)):
+        for start in range(0, len(keys), 8):
+            part = keys[start : start + 8]
+            chunks, tenants = filled(part, SIZE), [tenant] * len(part)
+            assert all(await backend.write(part, chunks, tenants))
+    assert sum(map(backend.holds, large)) == 64
+    assert sum(map(backend.holds, small)) == 56
+    assert all(await right(backend, new))
+    await is_exact(backend, tmp_path)
+    await backend.close()
