@@ -187,9 +187,16 @@ class Segment:
         return None if key is None else Entry(used_ns, stored_ns, key)
 
     def set_entry(self, slot: int, entry: bytes) -> None:
-        """Write the entry of a slot, or those of slots that follow one another."""
-        self._write(entry, _offset(slot))
+        """Write the entry of a slot, or those of slots that follow one another: all or none."""
         start = slot * ENTRY_BYTES
+        try:
+            self._write(entry, _offset(slot))
+        except OSError:
+            if len(entry) > ENTRY_BYTES:  # a page of the table may have taken the first of them
+                before = self.table[start : start + len(entry)].ljust(len(entry), b"\0")
+                with contextlib.suppress(OSError):
+                    self._write(before, _offset(slot))
+            raise
         if start > len(self.table):
             self.table.extend(bytes(start - len(self.table)))
         self.table[start : start + len(entry)] = entry

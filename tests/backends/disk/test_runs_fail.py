@@ -5,10 +5,11 @@ import errno
 import shutil
 
 import pytest
-from disk_parts import ON_DISK, SIZE, chunk_bytes, open_disk, write
+from disk_parts import ON_DISK, SIZE, chunk_bytes, open_disk, table_of, write
 
 from kvoffload.backends.disk.backend import DiskBackend, DiskOptions
 from kvoffload.backends.disk.index import name_of
+from kvoffload.backends.encryption import CipherSeal
 from kvoffload.config import ByteSize
 from kvoffload.testing import payload_of
 from kvoffload.testing.backends import filled, keys_of, slots
@@ -294,4 +295,68 @@ async def test_evicting_for_a_run_takes_no_tenant_below_its_share(tmp_path):
     assert sum(map(backend.holds, small)) == 56
     assert all(await right(backend, new))
     await is_exact(backend, tmp_path)
+    await backend.close()
+
+
+@pytest.mark.parametrize("is_encrypted", [False, True])
+@pytest.mark.parametrize("io", ["auto", "direct", "buffered"])
+async def test_memory_and_lengths_of_every_kind(tmp_path, io, is_encrypted):
+    backend = open_slots(tmp_path, io=io)
+    if is_encrypted:
+        backend.encrypt_with(CipherSeal([b"0123456789abcdef" * 4]))
+    sizes = [8192] * 5 + [4096] * 3 + [5000] * 3 + [8192] * 4 + [0] * 2 + [262144] * 3
+    keys = keys_of(len(sizes))
+    chunks = [payload_of(key, size) for key, size in zip(keys, sizes, strict=True)]
+    shifted = [memoryview(bytearray(b"x" + chunk))[1:] for chunk in chunks]
+    tenants = [bytes([65 + i % 3]) * 16 for i in range(len(keys))]
+    assert all(await backend.write(keys, shifted, tenants))
+    for order in (range(len(keys)), range(5), range(8), range(11, 15), range(17, 20)):
+        for shift in (0, 1):
+            into = [memoryview(bytearray(shift + sizes[i]))[shift:] for i in order]
+            assert all(await backend.read([keys[i] for i in order], into))
+            assert [bytes(each) for each in into] == [chunks[i] for i in order]
+    wrong = [memoryview(bytearray(4096)) for _ in range(5)]
+    assert not any(await backend.read(keys[:5], wrong))  # of another length
+    assert all(await backend.write([b"another"], [memoryview(b"y" * 8192)]))
+    await backend.close()
+
+
+class Shortening(HookedVfs):
+    """Writes half of what a test names by its number, and asks what the table has after it."""
+
+    def __init__(self, look):
+        super().__init__()
+        self.look, self.left, self.seen = look, 0, None
+
+    def pwritev(self, fd, buffers, offset):
+        if kind_of(self._paths[fd]) == "table" and self.left:
+            self.left -= 1
+            if not self.left:
+                self.seen = ()
+                return super().pwritev(fd, [bytes(buffers[0])[: len(buffers[0]) // 2]], offset)
+        elif kind_of(self._paths[fd]) == "slots" and self.seen == ():
+            self.seen = self.look()
+        return super().pwritev(fd, buffers, offset)
+
+
+@pytest.mark.parametrize("step", ["mark", "publish", "claim"])
+async def test_a_run_of_which_the_table_takes_a_part_is_taken_back(tmp_path, step):
+    """As at the end of a page of the table, if the file system is full."""
+
+    def look():
+        tables = [table_of(path) for path in tmp_path.glob("*/segments/*.table")]
+        return chunk_bytes(tmp_path) // ON_DISK, {key for table in tables for key in table}
+
+    vfs = Shortening(look)
+    room = {"capacity": ByteSize(128 * ON_DISK), "high_watermark": 1.0, "low_watermark": 1.0}
+    backend = open_slots(tmp_path, vfs, policy="lru", **room)
+    old, keys = keys_of(128 if step == "claim" else 1, "old"), keys_of(8)
+    assert all(await write(backend, old))
+    vfs.left = 2 if step == "publish" else 1
+    assert all(await write(backend, keys))
+    used, known = vfs.seen
+    assert used == {"mark": 2, "publish": 9, "claim": 128}[step]
+    assert not known & {*keys}
+    await is_exact(backend, tmp_path)
+    assert all(await right(backend, keys))
     await backend.close()
