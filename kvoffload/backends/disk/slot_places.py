@@ -4,7 +4,7 @@ import contextlib
 import errno
 import os
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from kvoffload.backends.disk.index import Name, name_of
@@ -45,9 +45,14 @@ class Places:
             raise gone(name)
         return self.at(place)
 
-    def place(self, name: Name) -> Place:
-        """Return where a chunk is; -1: nowhere."""
-        return self._places.get(name, -1)
+    def in_order(self, names: Iterable[Name]) -> list[Name]:
+        """Return names segment by segment, in the order of their slots."""
+
+        def order(name: Name) -> tuple[int, int]:
+            place = self._places.get(name, -1)
+            return place % MOST_SEGMENTS, place
+
+        return sorted(names, key=order)
 
     def runs(self, names: Sequence[Name], most: int) -> list[range]:
         """Return these chunks in parts that are in slots which follow one another."""

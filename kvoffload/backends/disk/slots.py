@@ -162,7 +162,7 @@ class Slots:
     def take_over_all(self, names: Sequence[Name], chunk_bytes: int) -> dict[Name, SlotDraft]:
         """Do as :meth:`take_over` with many chunks; those that are not returned stay."""
         find, slot_bytes, taken = self.segments.find, bytes_on_disk(chunk_bytes), {}
-        ordered = sorted(names, key=self.segments.place)
+        ordered = self.segments.in_order(names)
         for run in self.segments.runs(ordered, MOST_IN_RUN):
             part = ordered[run.start : run.stop]
             with contextlib.suppress(OSError):
@@ -189,7 +189,7 @@ class Slots:
     def record_uses(self, uses: Mapping[Name, int]) -> None:
         """Do as :meth:`record_use` with chunks that are in slots; those that are gone are none."""
         segments = self.segments
-        ordered = sorted(uses, key=segments.place)
+        ordered = segments.in_order(uses)
         for run in segments.runs(ordered, _MOST_USES):
             part = ordered[run.start : run.stop]
             keys, times = [name[2:] for name in part], [uses[name] for name in part]

@@ -201,13 +201,14 @@ async def test_another_process_removes_a_chunk_of_a_run_that_is_claimed(tmp_path
     one, two = two_on(tmp_path, vfs, 128)
     old, new = keys_of(128, "old"), keys_of(32, "new")
     assert all(await write(one, old))
+    two._store.segments.refresh(0)
     assert all(await right(two, old))
-    place = {name_of(0, key): one._store.segments.place(name_of(0, key)) for key in old}
-    victims = [n[2:] for n in sorted(place, key=lambda name: place[name])]
+    victims = [n[2:] for n in one._store.segments.in_order([name_of(0, key) for key in old])]
     gone = [victims[i + at] for i in range(0, 128, 8)]
     vfs.before("lock_part", "table", lambda: [two.delete(key) for key in gone])
     answers = await write(one, new)
     assert all(answers)
+    two._store.segments.refresh(0)
     await right(one, old)
     await right(two, old)
     assert all(await right(one, new))
@@ -226,6 +227,7 @@ async def test_a_run_is_overwritten_by_other_chunks_while_it_is_read(tmp_path, c
     one, two = two_on(tmp_path, vfs, 128, "auto" if call == "read_cached" else "buffered")
     old, new = keys_of(8, "old"), keys_of(8, "new")
     assert all(await write(two, old))
+    one._store.segments.refresh(0)
     assert all(await right(one, old))
 
     def replace():
@@ -238,6 +240,7 @@ async def test_a_run_is_overwritten_by_other_chunks_while_it_is_read(tmp_path, c
     answers = await right(one, old)
     assert [bool(answer) for answer in answers] == [True] * 2 + [False] * 3 + [True] * 3
     assert not [name for name in one.counters() if "corrupt" in name]
+    one._store.segments.refresh(0)
     assert all(await right(one, new))
     await both_are_exact(one, two, tmp_path)
     await one.close()
@@ -258,6 +261,7 @@ async def test_another_process_stores_chunks_of_a_run_meanwhile(tmp_path):
     vfs.before("pwritev", "slots", store)
     assert all(await write(one, keys))
     assert all(await right(one, keys))
+    two._store.segments.refresh(0)
     assert all(await right(two, keys))
     await both_are_exact(one, two, tmp_path)
     assert chunk_bytes(tmp_path) == 9 * ON_DISK
@@ -270,6 +274,7 @@ async def test_another_process_marks_a_chunk_as_damaged_while_uses_are_noted(tmp
     one, two = two_on(tmp_path, vfs, 128)
     keys = keys_of(8)
     assert all(await write(one, keys))
+    two._store.segments.refresh(0)
     assert all(await right(two, keys))
     assert all(await right(one, keys))
     vfs.before("lock_part", "table", lambda: two.delete(keys[4]))
@@ -360,3 +365,18 @@ async def test_a_run_of_which_the_table_takes_a_part_is_taken_back(tmp_path, ste
     await is_exact(backend, tmp_path)
     assert all(await right(backend, keys))
     await backend.close()
+
+
+async def test_chunks_in_slots_of_two_processes_are_runs_as_well(tmp_path):
+    vfs = Raising()
+    one, two = two_on(tmp_path, vfs, 128)
+    mine, others = keys_of(16, "mine"), keys_of(16, "others")
+    assert all(await write(one, mine))
+    assert all(await write(two, others))
+    one._store.segments.refresh(0)
+    assert all(await right(one, [*mine, *others]))
+    vfs.seen["table"] = 0
+    one._store.record_use()
+    assert vfs.seen["table"] <= 1 + len(others)  # those of the other process one by one
+    await one.close()
+    await two.close()
