@@ -316,10 +316,15 @@ class Space:
         With shares of tenants it is one, as the next victim depends on what is dropped.
         """
         names, most = list[Name](), 1 if self._index.has_shares else most
-        while len(names) < most and (name := self._victim()) is not None:
-            names.append(name)
-            if self._index.size(name) != allocated_bytes:
-                break
+        try:
+            while len(names) < most and (name := self._victim()) is not None:
+                names.append(name)
+                if self._index.size(name) != allocated_bytes:
+                    break
+        except BaseException:
+            for name in names:
+                self._index.put_back(name)
+            raise
         return names
 
     def _victim(self) -> Name | None:

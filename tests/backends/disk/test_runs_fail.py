@@ -380,3 +380,25 @@ async def test_chunks_in_slots_of_two_processes_are_runs_as_well(tmp_path):
     assert vfs.seen["table"] <= 1 + len(others)  # those of the other process one by one
     await one.close()
     await two.close()
+
+
+async def test_a_policy_that_raises_among_victims_keeps_all_evictable(tmp_path, monkeypatch):
+    room = {"capacity": ByteSize(128 * ON_DISK), "high_watermark": 1.0, "low_watermark": 1.0}
+    backend = open_slots(tmp_path, policy="lru", **room)
+    assert all(await write(backend, keys_of(128, "old")))
+    index, left = backend._store.index, [5]
+    victims = index._order.victims
+
+    def raising(count):
+        left[0] -= 1
+        if not left[0]:
+            raise RuntimeError("a test")
+        return victims(count)
+
+    monkeypatch.setattr(index._order, "victims", raising)
+    assert await write(backend, keys_of(8, "new")) == [False] * 8
+    assert index.is_whole
+    await is_exact(backend, tmp_path)
+    assert all(await write(backend, keys_of(8, "new")))
+    await is_exact(backend, tmp_path)
+    await backend.close()
