@@ -133,8 +133,7 @@ class Places:
                         return False
                     del self._places[name]
                     taken.append(name)
-            keys = (name[2:] for name in names)
-            with self.lock:
+                keys = (name[2:] for name in names)
                 is_taken = at.segment.claim(at.slot, *keys) is not None
             return is_taken
         finally:
