@@ -307,14 +307,9 @@ class DiskStore(Counts):
         tenants: Sequence[bytes],
     ) -> list[Written]:
         """Store a part of :meth:`store_runs`: those that can be in slots by one call each step."""
-        stored = list[Written]()
-        while (done := len(stored)) < len(keys) - 1:
-            rest = keys[done:], chunks[done:], reservation, tenants[done:]
-            if not (answers := self._store_in_slots(*rest)):
-                break
-            stored += answers
-        left = range(len(stored), len(keys))
-        return [*stored, *(self.store(keys[i], chunks[i], reservation, tenants[i]) for i in left)]
+        stored = self._store_in_slots(keys, chunks, reservation, tenants) if len(keys) > 1 else ()
+        rest = range(len(stored), len(keys))
+        return [*stored, *(self.store(keys[i], chunks[i], reservation, tenants[i]) for i in rest)]
 
     def _store_in_slots(
         self,
