@@ -94,7 +94,9 @@ class Launcher:
         self._watch = CallWatch()
         self._has_ended = self._has_entered = False
         self._ending = threading.Lock()
-        self._queued: queue.SimpleQueue[StreamJob | StreamFence | None] = queue.SimpleQueue()
+        # With a short timeout SimpleQueue.get may wait for ever: CPython 3.11 goes on with what is
+        # left of the time, and less than nothing is no limit.
+        self._queued: queue.Queue[StreamJob | StreamFence | None] = queue.Queue()
         self._thread = threading.Thread(target=self._run, name="kvoffload-launch", daemon=True)
         try:
             self._thread.start()
