@@ -79,22 +79,21 @@ def disk(root, **more):
 
 
 def test_a_store_job_takes_a_bounded_number_of_bytes(pool, opened, tmp_path, monkeypatch):
-    monkeypatch.setattr(page_store, "STORE_JOB_BYTES", 3 * 4096 + 1)
-    store = opened(disk(tmp_path), io="thread", slots=32)
-    jobs, begin = [], store._client.store
-
-    def begun(tier, keys, slots, *rest):
-        jobs.append(len(slots))
-        return begin(tier, keys, slots, *rest)
-
-    monkeypatch.setattr(store._client, "store", begun)
     pool.fill(range(10))
-    assert store.save(keys(10), pool.pages(range(10))) == [True] * 10
-    assert jobs == [3, 3, 3, 1]
-    assert store.load(keys(10), pool.pages(range(10))) == [True] * 10
-    monkeypatch.setattr(page_store, "STORE_JOB_BYTES", 1)  # less than a page: one at a time
-    assert store.save(keys(2, 20), pool.pages(range(2))) == [True] * 2
-    assert jobs[4:] == [1, 1]
+    # Of less than a page: one at a time.
+    for most, sizes in ((3 * 4096 + 1, [3, 3, 3, 1]), (1, [1] * 10)):
+        monkeypatch.setattr(page_store, "MOST_STORE_BYTES", most)
+        store = opened(disk(tmp_path / f"{most}"), io="thread", slots=32)
+        jobs, begin = [], store._client.store
+
+        def begun(tier, keys, slots, *rest, jobs=jobs, begin=begin):
+            jobs.append(len(slots))
+            return begin(tier, keys, slots, *rest)
+
+        monkeypatch.setattr(store._client, "store", begun)
+        assert store.save(keys(10), pool.pages(range(10))) == [True] * 10
+        assert jobs == sizes
+        assert store.load(keys(10), pool.pages(range(10))) == [True] * 10
 
 
 def test_a_job_of_small_pages_has_as_many_as_its_bytes_allow(pool, opened, tmp_path, until):

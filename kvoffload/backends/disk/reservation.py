@@ -23,29 +23,26 @@ class Reservation:
 
     def take(self, chunk_bytes: int) -> Room | None:
         """Return room for a chunk of this length; None: there is none."""
+        return next(iter(self.take_all(chunk_bytes, 1)), None)
+
+    def take_all(self, chunk_bytes: int, count: int) -> list[Room]:
+        """Return room for up to so many chunks of this length, of one reservation.
+
+        Another one, before these chunks are stored, would evict without counting them.
+        """
         with self._lock:
             rooms = self._rooms[chunk_bytes]
             if not rooms:
                 rooms += self._space.reserve(chunk_bytes, max(1, self._expected[chunk_bytes]))
                 self._expected[chunk_bytes] -= len(rooms)
-            # Files to overwrite come first: it costs less to give new room back.
-            return rooms.pop(0) if rooms else None
-
-    def take_all(self, chunk_bytes: int, count: int) -> list[Room]:
-        """Return room for up to so many chunks of this length."""
-        rooms = list[Room]()
-        try:
-            while len(rooms) < count and (room := self.take(chunk_bytes)) is not None:
-                rooms.append(room)
-        except BaseException:
-            self.give_back(chunk_bytes, rooms)
-            raise
-        return rooms
+            # Places to overwrite come first: it costs less to give new room back.
+            taken, rooms[:count] = rooms[:count], []
+            return taken
 
     def give_back(self, chunk_bytes: int, rooms: Iterable[Room]) -> None:
         """Take back rooms that no store used, for those that follow."""
         with self._lock:
-            self._rooms[chunk_bytes] += rooms
+            self._rooms[chunk_bytes][:0] = rooms
 
     @property
     def is_used_up(self) -> bool:

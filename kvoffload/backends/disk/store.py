@@ -307,9 +307,14 @@ class DiskStore(Counts):
         tenants: Sequence[bytes],
     ) -> list[Written]:
         """Store a part of :meth:`store_runs`: those that can be in slots by one call each step."""
-        stored = self._store_in_slots(keys, chunks, reservation, tenants) if len(keys) > 1 else ()
-        rest = range(len(stored), len(keys))
-        return [*stored, *(self.store(keys[i], chunks[i], reservation, tenants[i]) for i in rest)]
+        stored = list[Written]()
+        while (done := len(stored)) < len(keys) - 1:
+            rest = keys[done:], chunks[done:], reservation, tenants[done:]
+            if not (answers := self._store_in_slots(*rest)):
+                break
+            stored += answers
+        left = range(len(stored), len(keys))
+        return [*stored, *(self.store(keys[i], chunks[i], reservation, tenants[i]) for i in left)]
 
     def _store_in_slots(
         self,
@@ -325,7 +330,8 @@ class DiskStore(Counts):
         if size % PAGE or not are_new or any(self._form_for(k, size) is not slots for k in keys):
             return []
         repairs, rooms = self.root.repairs, reservation.take_all(size, len(keys))
-        refused = [False] if len(rooms) < len(keys) else []  # the next one, which is counted
+        if not rooms:
+            return [False]  # it is counted
         answers, num_begun = list[Written](), 0
         try:
             if drafts := self._slots_for(rooms, size):
@@ -345,7 +351,7 @@ class DiskStore(Counts):
         except BaseException:
             reservation.give_back(size, rooms[num_begun:])
             raise
-        return [*answers, *refused]
+        return answers
 
     def _slots_for(self, rooms: Sequence[Room], chunk_bytes: int) -> list[SlotDraft]:
         """Return the slots of rooms, new ones included, in order; empty: not each can have one."""

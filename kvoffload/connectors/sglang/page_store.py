@@ -24,6 +24,7 @@ from kvoffload.connectors.tier_io import TierIO
 from kvoffload.errors import ConfigError
 from kvoffload.identity import Fact, namespace, readable
 from kvoffload.io.remote_tier import RemoteTier
+from kvoffload.timed_queue import next_within
 from kvoffload.transfer.slab import page_rounded
 
 log = logging.getLogger(__name__)
@@ -313,7 +314,7 @@ class PageStore:
     @staticmethod
     def _next(news: "SimpleQueue[News]", until_s: float) -> News | None:
         try:
-            return news.get(timeout=max(0.0, until_s - time.monotonic()))
+            return next_within(news, max(0.0, until_s - time.monotonic()))
         except Empty:
             return None
 

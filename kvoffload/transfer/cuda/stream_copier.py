@@ -21,6 +21,7 @@ from functools import partial
 
 from kvoffload.config import human_bytes
 from kvoffload.messages import CanonicalKVCaches
+from kvoffload.timed_queue import next_within
 from kvoffload.transfer.base import CopyFence, Fence, ForeignMemory
 from kvoffload.transfer.cuda.call_watch import CallWatch
 from kvoffload.transfer.cuda.copies import Copies
@@ -94,9 +95,7 @@ class Launcher:
         self._watch = CallWatch()
         self._has_ended = self._has_entered = False
         self._ending = threading.Lock()
-        # With a short timeout SimpleQueue.get may wait for ever: CPython 3.11 goes on with what is
-        # left of the time, and less than nothing is no limit.
-        self._queued: queue.Queue[StreamJob | StreamFence | None] = queue.Queue()
+        self._queued: queue.SimpleQueue[StreamJob | StreamFence | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="kvoffload-launch", daemon=True)
         try:
             self._thread.start()
@@ -138,7 +137,7 @@ class Launcher:
             if any(begun.values()):
                 timeout_s = POLL_S if is_stuck else PAUSE_S
             with contextlib.suppress(queue.Empty):
-                job = self._queued.get(timeout=timeout_s)
+                job = next_within(self._queued, timeout_s)
                 if job is None:
                     is_open = False
                 elif isinstance(job, StreamFence):
