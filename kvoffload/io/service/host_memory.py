@@ -18,16 +18,15 @@ from kvoffload.backends.base import WriteResult, Written
 from kvoffload.backends.header import namespace_digest, running_checksum
 from kvoffload.io.lent_memory import ADVICE
 from kvoffload.io.service.free_blocks import FreeBlocks, TakenBlocks
+from kvoffload.io.service.host_chunk import BLOCK, Chunk, blocks_of
 from kvoffload.io.service.key_parts import new_parts
-from kvoffload.io.service.memory_file import MemoryFile
+from kvoffload.io.service.memory_file import MemoryFile, file_of, private_memory, sealed_file
 from kvoffload.io.service.namespace_shares import NamespaceOrder, NamespaceShares
 from kvoffload.policies.base import Policy
 from kvoffload.policies.kept_order import KeptOrder
 from kvoffload.policies.tenant_order import TenantOrder, TenantShares
 
 log = logging.getLogger(__name__)
-BLOCK = 16 << 10
-"""Bytes of a block: a chunk takes whole ones."""
 PIECE = 256 << 10
 """Bytes copied, and then hashed, at once: a processor's second cache has them."""
 MOST_LENT = 0.5
@@ -53,43 +52,7 @@ class Reader(Protocol):
         ...
 
 
-class _Chunk:
-    __slots__ = ("gone_from", "header", "is_verified", "num_readers", "runs", "size")
-
-    def __init__(self, header: bytes, runs: list[tuple[int, int]], size: int) -> None:
-        self.header, self.runs, self.size = header, runs, size
-        self.num_readers = 0
-        self.gone_from = b""
-        """The namespace that it has left; then the last reader frees its blocks."""
-        self.is_verified = False
-        """Whether its bytes have been checked here; no other process changes them."""
-
-    @property
-    def is_gone(self) -> bool:
-        """Whether it has left."""
-        return bool(self.gone_from)
-
-    @property
-    def first(self) -> int:
-        """Its first block."""
-        return self.runs[0][0]
-
-    @property
-    def start(self) -> int:
-        """Its first byte."""
-        return self.first * BLOCK
-
-    @property
-    def room(self) -> int:
-        """Bytes of its blocks."""
-        return sum(count for _, count in self.runs) * BLOCK
-
-    def can_be_lent(self, size: int) -> bool:
-        """Whether its bytes are so many, and in one piece."""
-        return self.size == size and len(self.runs) == 1
-
-
-_Parts = dict[bytes, dict[bytes, _Chunk]]
+_Parts = dict[bytes, dict[bytes, Chunk]]
 _EMPTY: _Parts = new_parts(dict)
 
 
@@ -131,14 +94,14 @@ class HostMemory:
         self.file: MemoryFile | None = None
         """The memory as a file with a table; None: it ends with this process."""
         if keeps or fd >= 0:
-            self.file = _file(size, blocks, fd)
+            self.file = file_of(size, blocks, fd)
         elif lends:
-            self.file = _sealed_file(size, blocks)
+            self.file = sealed_file(size, blocks)
         self._table = self.file if keeps or fd >= 0 else None
         """What tells the next server of chunks; None: it adopts none, so nothing is entered."""
         self.lends = lends and self.file is not None
         """Whether engines may map it."""
-        self._map = self.file.map if self.file else _private(size)
+        self._map = self.file.map if self.file else private_memory(size)
         for name in ADVICE:
             with contextlib.suppress(OSError, AttributeError):
                 self._map.madvise(getattr(mmap, name), 0, size)
@@ -156,12 +119,12 @@ class HostMemory:
         self._order: KeptOrder | None = None
         self._by_namespace: NamespaceOrder | None = None
         """What that order wraps, if namespaces have shares."""
-        self._passed: dict[_Chunk, Name] = {}
+        self._passed: dict[Chunk, Name] = {}
         """Chunks that an eviction has passed, as they are on loan or read: out of the order until
         that ends. So each costs one eviction a moment, and the next ones nothing."""
         self._numbers: dict[bytes, int] = {}
         self._readers: dict[bytes, Reader] = {}
-        self._old_loans: list[_Chunk] = []
+        self._old_loans: list[Chunk] = []
         """Chunks that an earlier server has lent, and an engine may still copy."""
         if self.file and self.file.is_adopted:
             self._adopt(self.file, blocks)
@@ -229,13 +192,13 @@ class HostMemory:
         parts = self._parts(number)
         return [key in parts[key[:1]] for key in keys]
 
-    def _find(self, name: Name) -> _Chunk | None:
+    def _find(self, name: Name) -> Chunk | None:
         return self._part(name).get(name[_NUMBER:])
 
-    def _chunk(self, name: Name) -> _Chunk:
+    def _chunk(self, name: Name) -> Chunk:
         return self._part(name)[name[_NUMBER:]]
 
-    def _part(self, name: Name) -> dict[bytes, _Chunk]:
+    def _part(self, name: Name) -> dict[bytes, Chunk]:
         return self._parts(name[:_NUMBER])[name[_NUMBER : _NUMBER + 1]]
 
     def _parts(self, number: bytes) -> _Parts:
@@ -302,7 +265,7 @@ class HostMemory:
         -1 stands for a chunk that is not here, not verified, in pieces, of another size, or too
         much. Blocks of a chunk on loan are not used again, also if the chunk leaves.
         """
-        starts, lent = [], list[_Chunk]()
+        starts, lent = [], list[Chunk]()
         with self._lock:
             for name, size in zip(names, sizes, strict=True):
                 chunk = self._find(name)
@@ -320,7 +283,7 @@ class HostMemory:
         if self._old_loans and self.file and not self.file.is_mapped_from_before():
             self._end_loans(self._old_loans)
 
-    def _end_loans(self, lent: list[_Chunk]) -> None:
+    def _end_loans(self, lent: list[Chunk]) -> None:
         with self._lock:
             ended, lent[:] = lent[::-1], []
             self.lent_bytes -= sum(chunk.room for chunk in ended)
@@ -337,7 +300,7 @@ class HostMemory:
                 if known.size == chunk.nbytes:
                     return WriteResult.PRESENT
                 self._remove(name)
-            runs = self._take(name[:_NUMBER], _blocks_of(chunk.nbytes))
+            runs = self._take(name[:_NUMBER], blocks_of(chunk.nbytes))
         if runs is None:
             return False
         try:
@@ -347,7 +310,7 @@ class HostMemory:
                     self._order_of(chunk.nbytes).add((name,))
                     if self._table:
                         self._table.note(header, runs)
-                    self._enter(name, _Chunk(header, runs, chunk.nbytes))
+                    self._enter(name, Chunk(header, runs, chunk.nbytes))
                     runs = []
                     self._tell(name)
         finally:
@@ -468,7 +431,7 @@ class HostMemory:
 
     def _order_of(self, size: int) -> KeptOrder:
         if self._order is None:  # policies count chunks: all are as large as the first, say
-            chunks = self.capacity_bytes // (_blocks_of(size) * BLOCK)
+            chunks = self.capacity_bytes // (blocks_of(size) * BLOCK)
             if self._tenants is not None:
                 self._tenants.limit(chunks)
             make_policy = partial(self._new_policy, max(1, chunks))
@@ -503,13 +466,13 @@ class HostMemory:
         if reader := self._readers.get(name[:_NUMBER]):
             reader.changed(name[_NUMBER:])
 
-    def _begin_loan(self, chunk: _Chunk) -> None:
+    def _begin_loan(self, chunk: Chunk) -> None:
         self.lent_bytes += chunk.room
         chunk.num_readers += 1
         if self._table:
             self._table.mark(chunk.first, is_lent=True, is_gone=chunk.is_gone)
 
-    def _end_reading(self, chunks: Sequence[_Chunk]) -> None:
+    def _end_reading(self, chunks: Sequence[Chunk]) -> None:
         """End a use of chunks, the tail of the prefix first."""
         back = list[Name]()
         for chunk in chunks:
@@ -525,7 +488,7 @@ class HostMemory:
         if back and self._order is not None:
             self._order.add(back)
 
-    def _enter(self, name: Name, chunk: _Chunk) -> None:
+    def _enter(self, name: Name, chunk: Chunk) -> None:
         if (number := name[:_NUMBER]) not in self._tables:
             self._tables[number] = new_parts(dict)
         self._part(name)[name[_NUMBER:]] = chunk
@@ -549,11 +512,11 @@ class HostMemory:
         taken, size, by_use = TakenBlocks(blocks), 0, list[tuple[int, Name]]()
         for record in file.records():
             runs, size = list(record.runs), record.header.payload_bytes
-            if sum(count for _, count in runs) != _blocks_of(size) or not taken.add(runs):
+            if sum(count for _, count in runs) != blocks_of(size) or not taken.add(runs):
                 file.clear(runs[0][0])
                 continue
             number = self._number_of(record.header.namespace)
-            name, chunk = number + record.header.key, _Chunk(record.raw, runs, size)
+            name, chunk = number + record.header.key, Chunk(record.raw, runs, size)
             if self._shares is not None:
                 self._shares.count(number, chunk.room)
             if record.is_gone or name in self:
@@ -583,44 +546,8 @@ class HostMemory:
             at += part.nbytes
 
 
-def _private(size: int) -> mmap.mmap:
-    return mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-
-
-def _file(size: int, blocks: int, fd: int) -> MemoryFile:
-    """Return the memory of an earlier server, or a new one if there is none that fits."""
-    if fd >= 0:
-        try:
-            return MemoryFile(size, blocks, fd)
-        except (OSError, ValueError) as error:
-            log.warning("the memory of the server before cannot be adopted: %s", error)
-    return _new_file(size, blocks)
-
-
-def _new_file(size: int, blocks: int) -> MemoryFile:
-    # The system refuses private memory that it does not have. That of a file it never refuses.
-    _private(size).close()
-    return MemoryFile(size, blocks)
-
-
-def _sealed_file(size: int, blocks: int) -> MemoryFile | None:
-    """Return memory for this server that no other process can write; None: there is none."""
-    try:
-        file = _new_file(size, blocks)
-        file.seal()
-    except OSError as error:
-        text = "chunks are copied to all engines: no memory can be kept from their writes: %s"
-        log.warning(text, error)
-        return None
-    return file
-
-
 def _number_in(name: Name) -> bytes:
     return name[:_NUMBER]
-
-
-def _blocks_of(size: int) -> int:
-    return max(1, -(-size // BLOCK))
 
 
 def _address_of(memory: memoryview) -> int:

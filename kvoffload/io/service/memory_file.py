@@ -7,6 +7,7 @@ or none. Each first read verifies the bytes as well.
 """
 
 import fcntl
+import logging
 import mmap
 import os
 import stat
@@ -18,6 +19,7 @@ from typing import NamedTuple
 from kvoffload.backends.header import COMPACT_BYTES, MAGIC, Header, parse_header
 from kvoffload.io.lent_memory import portions
 
+log = logging.getLogger(__name__)
 _F_SEAL_FUTURE_WRITE = 0x10
 """Python 3.11 does not name it; Linux has it since 5.1."""
 _SIZE_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
@@ -188,3 +190,36 @@ def _check(fd: int, size: int) -> None:
         raise OSError(f"it belongs to user {facts.st_uid}")
     if fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _SIZE_SEALS != _SIZE_SEALS:
         raise OSError("it may shrink")
+
+
+def private_memory(size: int) -> mmap.mmap:
+    """Return memory of this process alone; raises OSError where the system has not that much."""
+    return mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+
+
+def file_of(size: int, blocks: int, fd: int) -> MemoryFile:
+    """Return the memory of an earlier server, or a new one if there is none that fits."""
+    if fd >= 0:
+        try:
+            return MemoryFile(size, blocks, fd)
+        except (OSError, ValueError) as error:
+            log.warning("the memory of the server before cannot be adopted: %s", error)
+    return _new_file(size, blocks)
+
+
+def _new_file(size: int, blocks: int) -> MemoryFile:
+    # The system refuses private memory that it does not have. That of a file it never refuses.
+    private_memory(size).close()
+    return MemoryFile(size, blocks)
+
+
+def sealed_file(size: int, blocks: int) -> MemoryFile | None:
+    """Return memory for this server that no other process can write; None: there is none."""
+    try:
+        file = _new_file(size, blocks)
+        file.seal()
+    except OSError as error:
+        text = "chunks are copied to all engines: no memory can be kept from their writes: %s"
+        log.warning(text, error)
+        return None
+    return file

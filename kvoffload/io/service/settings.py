@@ -18,7 +18,7 @@ from kvoffload.config import (
 )
 from kvoffload.errors import ConfigError
 from kvoffload.extras import check_extra
-from kvoffload.io.service.host_memory import BLOCK
+from kvoffload.io.service.host_chunk import BLOCK
 
 
 class ServeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
