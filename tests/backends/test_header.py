@@ -119,15 +119,21 @@ def test_the_bytes_are_those_of_the_specification():
     assert not any(header[74:248])
 
 
-def test_a_checksum_is_not_the_one_shot_function_which_holds_the_gil(monkeypatch):
+def test_a_checksum_of_much_is_not_the_one_shot_function_which_holds_the_gil(monkeypatch):
     """Before xxhash 4 it holds the GIL for the whole chunk; ``update`` releases it in all."""
-    expected = fmt.xxhash.xxh3_128_digest(PAYLOAD)
+    most = (64 << 10) // len(PAYLOAD) * PAYLOAD
+    short, long = most, most + PAYLOAD
+    expected = [fmt.xxhash.xxh3_128_digest(each) for each in (short, long)]
+    digest, asked = fmt.xxhash.xxh3_128_digest, []
 
-    def one_shot(*args):
-        raise AssertionError("this blocks every other thread")
+    def one_shot(payload):
+        asked.append(len(payload))
+        return digest(payload)
 
     monkeypatch.setattr(fmt.xxhash, "xxh3_128_digest", one_shot)
-    assert fmt.checksum(PAYLOAD) == expected
+    assert [fmt.checksum(each) for each in (short, long)] == expected
+    assert [fmt.checksum(memoryview(each)) for each in (short, long)] == expected
+    assert asked == [len(short)] * 2
     assert fmt.checksum(b"") == fmt.checksum(memoryview(b""))
 
 

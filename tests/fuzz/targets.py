@@ -100,17 +100,21 @@ class _Stream:
     def __init__(self, data: bytes, piece: int) -> None:
         self._data, self._piece = data, piece
 
-    def some(self, view: memoryview) -> int:
-        count = min(view.nbytes, len(self._data), self._piece)
+    def some(self, views: list[memoryview]) -> int:
+        """Fill a part of what is wanted, across the views as a call of a socket does."""
+        count = left = min(sum(view.nbytes for view in views), len(self._data), self._piece)
         if not count:
             raise ConnectionError("the end")
-        view[:count], self._data = self._data[:count], self._data[count:]
+        for view in views:
+            part = min(left, view.nbytes)
+            view[:part], self._data = self._data[:part], self._data[part:]
+            left -= part
         return count
 
     def fill(self, views: list[memoryview]) -> None:
         for view in views:
             while view.nbytes:
-                view = view[self.some(view) :]
+                view = view[self.some([view]) :]
 
 
 def replies(data: bytes) -> None:

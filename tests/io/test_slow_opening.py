@@ -204,14 +204,14 @@ class Hung:
 
     def __init__(self, monkeypatch):
         self.gate, self.is_called = threading.Event(), threading.Event()
-        real = disk_store.DiskStore.load
+        real = disk_store.DiskStore.load_run
 
-        def load(*args):
+        def load_run(*args):
             self.is_called.set()
             self.gate.wait(60)
             return real(*args)
 
-        monkeypatch.setattr(disk_store.DiskStore, "load", load)
+        monkeypatch.setattr(disk_store.DiskStore, "load_run", load_run)
 
 
 @pytest.mark.parametrize("is_reset", [True, False])

@@ -93,7 +93,7 @@ class Raising(HookedVfs):
         if call == "pwritev" and kind in self.seen:
             self.seen[kind] += 1
             if self.seen[kind] in self.at.get(kind, ()):
-                raise self.error
+                raise type(self.error)(*self.error.args)  # one with frames would keep them
         return perform()
 
 
