@@ -201,7 +201,7 @@ def test_a_page_that_all_tiers_have_is_not_written_again(pool, opened, tmp_path,
     assert store.figures.by_event()["already_stored"] == 4
 
 
-def test_a_reader_asks_the_store_for_what_its_index_lacks(pool, opened, tmp_path):
+def test_a_reader_asks_the_store_for_what_its_index_lacks(pool, opened, tmp_path, until):
     pool.fill(range(8))
     writer = opened(disk(tmp_path), io="thread")
     reader = opened(disk(tmp_path), io="thread", asks=True)
@@ -211,6 +211,8 @@ def test_a_reader_asks_the_store_for_what_its_index_lacks(pool, opened, tmp_path
         assert reader.num_leading(stored) == 0
         assert all(writer.save(stored, pool.pages(range(8))))
         asked = [*stored, *keys(2, 900)]
+        # A store that has just looked for new chunks, and took long, does not look again at once.
+        until(lambda stored=stored: reader.num_leading(stored) == 8)
         count, num_listed = reader.leading(asked)
         assert count == 8
         listed.append(num_listed)
