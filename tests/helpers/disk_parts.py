@@ -6,6 +6,7 @@ import os
 import shutil
 
 from kvoffload.backends.disk.backend import DiskBackend, DiskOptions
+from kvoffload.backends.disk.index import name_of
 from kvoffload.config import ByteSize
 from kvoffload.testing.backends import filled
 
@@ -97,3 +98,16 @@ def allocated(root):
             with contextlib.suppress(FileNotFoundError):
                 total += os.lstat(f"{folder}/{file}").st_blocks * 512
     return total
+
+
+def let_policy_refuse(backend, key, monkeypatch):
+    """Let the policy of an open store raise when it is to take in this chunk."""
+    order, refused = backend._store.index._order, name_of(0, key)
+    add = order.add
+
+    def raising(names):
+        if refused in names:
+            raise RuntimeError("a test")
+        add(names)
+
+    monkeypatch.setattr(order, "add", raising)

@@ -4,7 +4,15 @@ import errno
 import time
 from collections import Counter
 
-from disk_parts import ON_DISK, SIZE, chunk_bytes, flip_chunk, open_disk, write
+from disk_parts import (
+    ON_DISK,
+    SIZE,
+    chunk_bytes,
+    flip_chunk,
+    let_policy_refuse,
+    open_disk,
+    write,
+)
 
 from kvoffload.backends.base import ReadResult, WriteResult
 from kvoffload.backends.disk.chunk_file import MOST_IN_RUN
@@ -181,15 +189,7 @@ async def test_a_policy_that_raises_leaves_the_accounting_right(tmp_path, monkey
     backend = open_with(CountedCalls(), tmp_path)
     first, keys = keys_of(1, "first"), keys_of(4)
     assert await write(backend, first) == [True]
-    order, refused = backend._store.index._order, name_of(0, keys[2])
-    add = order.add
-
-    def raising(names):
-        if refused in names:
-            raise RuntimeError("a test")
-        add(names)
-
-    monkeypatch.setattr(order, "add", raising)
+    let_policy_refuse(backend, keys[2], monkeypatch)
     assert await write(backend, keys) == [False] * 4
     monkeypatch.undo()
     there = [key for key in keys if backend.holds(key)]

@@ -5,7 +5,15 @@ import errno
 import shutil
 
 import pytest
-from disk_parts import ON_DISK, SIZE, chunk_bytes, open_disk, table_of, write
+from disk_parts import (
+    ON_DISK,
+    SIZE,
+    chunk_bytes,
+    let_policy_refuse,
+    open_disk,
+    table_of,
+    write,
+)
 
 from kvoffload.backends.disk.backend import DiskBackend, DiskOptions
 from kvoffload.backends.disk.index import name_of
@@ -125,15 +133,7 @@ async def test_a_policy_that_raises_while_the_table_cannot_be_written(tmp_path, 
     backend = open_slots(tmp_path, vfs)
     first, keys = keys_of(1, "first"), keys_of(4)
     assert await write(backend, first) == [True]
-    order, refused = backend._store.index._order, name_of(0, keys[1])
-    add = order.add
-
-    def raising(names):
-        if refused in names:
-            raise RuntimeError("a test")
-        add(names)
-
-    monkeypatch.setattr(order, "add", raising)
+    let_policy_refuse(backend, keys[1], monkeypatch)
     vfs.seen = {"slots": 0, "table": 0}
     vfs.at = {"table": {3}}  # the first that takes a chunk back
     assert await write(backend, keys) == [False] * 4
