@@ -312,6 +312,19 @@ class Manager(Protocol):
         """
 
     @abstractmethod
+    def request_answered(self, req_context: ReqContext, is_pending: bool) -> None:
+        """Note what the engine was told of a queued request, before it has room for it or not.
+
+        One with a final answer that is not admitted lacks room in the engine: what it needs is read
+        early meanwhile.
+
+        Args:
+            req_context: of the request.
+            is_pending: whether the engine has to ask again. The load of the request may then begin
+                with the next answer, and is faster than early reads.
+        """
+
+    @abstractmethod
     def request_admitted(self, req_context: ReqContext) -> None:
         """Note that a request runs, queued or not; call it after its load has begun."""
 

@@ -48,8 +48,8 @@ class QueuedRequest:
     """Leading chunks that have its claim."""
     has_waited: bool = False
     """Whether it waits for a step, at least."""
-    is_asked: bool = False
-    """Whether the engine has asked what it can load: its turn has come."""
+    is_pending: bool = False
+    """Whether the engine asks again what it can load: its turn may come with the answer."""
     lacks: OffloadKey | None = None
     """The chunk that it needs next, if neither host memory nor a tier has it."""
     read_early: frozenset[OffloadKey] = frozenset()

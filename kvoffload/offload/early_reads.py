@@ -22,9 +22,11 @@ from kvoffload.offload.promises import Promises
 from kvoffload.offload.tiers import Tier, first_holder
 from kvoffload.offload.waiting import PORTION, WaitingQueue
 
-MOST_BYTES = 64 << 20
-"""Host memory that the early reads of a tier keep: a load behind them waits no longer than that.
-One read takes half of it, so that the tier reads on until the engine's next step."""
+MOST_BYTES, MOST_S = 64 << 20, 0.2
+"""Host memory that the early reads of a tier keep, or as much as the tier reads in that time.
+
+A step of the engine may take as long, and a load behind them waits no longer. One read takes half
+of it, so that the tier reads on until the engine's next step."""
 PART = 8
 """In small host memory they keep this part of it."""
 HELD_BACK_S = 1.0
@@ -66,7 +68,7 @@ class EarlyReads:
         self._take_slots = take_slots
         self._promises = promises
         self._jobs = jobs
-        self._most_bytes = min(MOST_BYTES, host.capacity_bytes // PART, promises.share_bytes // 2)
+        self._limit_bytes = min(host.capacity_bytes // PART, promises.share_bytes // 2)
         self._held_back_until_s = 0.0
         self._kept_bytes: Counter[str] = Counter()
         """Tier → host memory of its reads in flight, and of answered ones that may still write."""
@@ -90,8 +92,8 @@ class EarlyReads:
 
     def read_more(self, request: QueuedRequest) -> bool:
         """Begin to read what a request needs next; return whether to call this again for it."""
-        if request.is_asked:
-            return False  # a load of its own is faster than many reads
+        if request.is_pending:
+            return True  # a load of its own is faster than many reads
         if not request.has_waited:
             request.has_waited = True  # or each request would, in an engine without a queue
             return True
@@ -113,8 +115,8 @@ class EarlyReads:
                     if first_holder(key, tiers)[1] is False:
                         break
             return False
-        kept_bytes = self._kept_bytes[tier.name]
-        room = min(self._most_bytes - kept_bytes, self._most_bytes // 2)
+        kept_bytes, most_bytes = self._kept_bytes[tier.name], self._most_bytes(tier)
+        room = min(most_bytes - kept_bytes, most_bytes // 2)
         if (kept_bytes and room <= 0) or self._promises.is_loading(tier.name):
             return False
         if self._are_held_back():
@@ -130,6 +132,11 @@ class EarlyReads:
         if slots:
             self._begin(request, tier, keys[: len(slots)], slots)
         return bool(slots)
+
+    def _most_bytes(self, tier: Tier) -> int:
+        """Return how much host memory the early reads of a tier may keep."""
+        seconds = self._promises.read_s(tier.name, MOST_BYTES) or MOST_S
+        return min(int(MOST_BYTES * max(1.0, MOST_S / seconds)), self._limit_bytes)
 
     def _on_tier(self, tier: Tier, part: Sequence[OffloadKey]) -> Sequence[OffloadKey]:
         """Return the leading chunks that the tier has and host memory has not, once each."""

@@ -160,16 +160,12 @@ class TieredOffloadingManager(OffloadingManager):
         return self.promises.allowed(tiers, request_id(req_context))
 
     def lookup(self, key: OffloadKey, req_context: ReqContext | None = None) -> bool | None:
-        if self.waiting.requests:
-            self.waiting.asked(request_id(req_context))
         return self._host.is_ready(key) or self._lookups.find(key, self._tiers_of(req_context))
 
     def lookup_prefix(
         self, keys: Sequence[OffloadKey], req_context: ReqContext | None = None
     ) -> tuple[int, bool]:
         """Look up a prompt; hits on tiers count as far as host memory has room to receive them."""
-        if self.waiting.requests:
-            self.waiting.asked(request_id(req_context))
         return self._lookups.find_prefix(keys, self._tiers_of(req_context))
 
     def has_room(self, keys: Sequence[OffloadKey]) -> bool | None:
@@ -481,6 +477,10 @@ class TieredOffloadingManager(OffloadingManager):
     ) -> None:
         place = Place.PREEMPTED if was_preempted else Place.ARRIVED
         self.waiting.add(list_keys, req_context, place)
+
+    def request_answered(self, req_context: ReqContext, is_pending: bool) -> None:
+        if self.waiting.requests:
+            self.waiting.answered(req_context.req_id, is_pending)
 
     def request_admitted(self, req_context: ReqContext) -> None:
         if self.waiting.requests:

@@ -123,10 +123,13 @@ class WaitingQueue:
             if left <= 0:
                 break
 
-    def asked(self, req_id: str) -> None:
-        """Note that a request's turn has come, though it may have to wait for blocks."""
+    def answered(self, req_id: str, is_pending: bool) -> None:
+        """Note whether the engine has to ask again what a request can load.
+
+        After a final answer one that does not run waits for blocks.
+        """
         if (request := self.requests.get(req_id)) is not None:
-            request.is_asked = True
+            request.is_pending = is_pending
 
     def leave(self, req_id: str) -> None:
         """Take out a request that runs or has ended; harmless for one that is unknown.
@@ -198,6 +201,7 @@ class WaitingQueue:
 
     def has_read(self, request: QueuedRequest, keys: Collection[OffloadKey]) -> None:
         """Note chunks that were read for a request, which may have left meanwhile."""
+        request.is_pending = False  # its answer may have waited for them: the engine asks, or not
         if self._is_here(request):
             request.read_early = request.read_early.union(keys)
         else:
@@ -254,7 +258,7 @@ class WaitingQueue:
             return
         self._look_s = now_s + AGAIN_S
         for request in islice(self.requests.values(), FIRST):
-            if request.lacks is not None and not request.is_asked:
+            if request.lacks is not None:
                 self._note_lack(request, None)
                 self._look_at(request)
 

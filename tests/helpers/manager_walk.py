@@ -75,7 +75,7 @@ class Walk(ManagerTruth):
         host.now_s = lambda: self.now_s
         self.used = {}
         self.manager.promises._clock = lambda: self.now_s
-        self.manager._early._most_bytes = 4 * host.slot_bytes  # or it is less than a chunk
+        self.manager._early._limit_bytes = 4 * host.slot_bytes  # or it is less than a chunk
         self.threshold = threshold
         self.seen = {key: set() for prompt in KEYS for key in prompt}
         self.requests = self.checks = 0
@@ -256,6 +256,13 @@ class Walk(ManagerTruth):
         self.load(prompt, 0, context=context)
         self.manager.request_admitted(context)
         assert self.manager.waiting.requests.get(context.req_id) is None
+
+    def ask(self, which):
+        """The engine looks a queued request up, and has no room for it."""
+        if self.queued:
+            prompt, context = self.queued[which % len(self.queued)]
+            _, is_pending = self.manager.lookup_prefix(KEYS[prompt], context)
+            self.manager.request_answered(context, is_pending)
 
     def preempt(self, which):
         """A queued request runs without a load, is preempted, and queues before the others."""

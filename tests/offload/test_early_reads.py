@@ -3,6 +3,7 @@
 import pytest
 from manager_parts import Store, figures, keys, new_manager
 
+from kvoffload.offload import early_reads
 from kvoffload.offload.base import EarlyRead, ReqContext
 from kvoffload.offload.host_cache import HostCache
 
@@ -110,7 +111,7 @@ def test_loads_of_running_requests_go_first():
 
 
 @pytest.mark.parametrize("end_first", [True, False])
-@pytest.mark.parametrize("how", ["aborted", "asked", "replaced"])
+@pytest.mark.parametrize("how", ["aborted", "about to load", "replaced"])
 def test_reads_end_with_the_wait(how, end_first):
     a, store = keys("a", 20), Store(keys("a", 20))
     manager = waiting_manager(store)
@@ -121,13 +122,14 @@ def test_reads_end_with_the_wait(how, end_first):
         end_all(manager, jobs)
     if how == "aborted":
         manager.retire(a, ReqContext("r"))
-    elif how == "asked":
-        manager.lookup_prefix(a, ReqContext("r"))
-    else:
+    elif how == "replaced":
         manager.replace_tiers([])
     if not end_first:
         end_all(manager, jobs)
-    assert [step(manager) for _ in range(3)] == [[]] * 3
+    for _ in range(3):
+        if how == "about to load":  # the engine asks in each step
+            manager.request_answered(ReqContext("r"), is_pending=True)
+        assert step(manager) == []
     assert manager.resident == 8
     if how == "aborted":
         assert results(manager)["read_in_vain"] == 8
@@ -263,8 +265,32 @@ def test_requests_in_an_engine_without_a_queue_read_nothing_early():
         queue(manager, f"{i}", a)
         assert step(manager) == []
         assert manager.lookup_prefix(a, ReqContext(f"{i}")) == (6, False)
-        assert step(manager) == []
+        manager.request_answered(ReqContext(f"{i}"), is_pending=False)
         manager.request_admitted(ReqContext(f"{i}"))
+        assert step(manager) == []
+
+
+def test_a_request_whose_load_waits_for_an_answer_reads_nothing_early():
+    a, context = keys("a", 6), ReqContext("r")
+    manager = waiting_manager(Store(a))
+    queue(manager, "r", a)
+    step(manager)
+    manager.request_answered(context, is_pending=True)
+    assert [step(manager) for _ in range(3)] == [[]] * 3
+    manager.request_answered(context, is_pending=False)
+    assert [key for job in step(manager) for key in job.keys] == a
+
+
+def test_a_request_that_the_engine_has_no_room_for_is_read_first():
+    """An engine asks what the first in its queue can load before it looks for room."""
+    a, b = keys("a", 6), keys("b", 6)
+    manager = waiting_manager(Store([*a, *b]))
+    for name, chunks in (("first", a), ("second", b)):
+        queue(manager, name, chunks)
+    step(manager)
+    assert manager.lookup_prefix(a, ReqContext("first")) == (6, False)
+    manager.request_answered(ReqContext("first"), is_pending=False)
+    assert [key for job in step(manager) for key in job.keys] == [*a, *b[:2]]
 
 
 def test_an_answer_after_an_abort_leaves_no_hint_for_the_next_request_of_that_name():
@@ -375,3 +401,17 @@ def test_early_reads_of_a_tier_without_a_load_yet_do_not_fill_it(num_tiers):
     assert early_in_flight(manager, waits)
     assert manager.lookup_prefix(wanted, ReqContext("running")) == (10, False)
     assert not manager.is_fetching(wanted)
+
+
+def test_a_fast_tier_reads_more_at_once(monkeypatch):
+    """As much as it reads in 0.2 s: the engine's step may take as long."""
+    monkeypatch.setattr(early_reads, "MOST_BYTES", 4)
+    a = keys("a", 100)
+    manager = waiting_manager(Store(a), slots=128)
+    jobs = early_in_flight(manager, a)
+    assert [len(job.keys) for job in jobs] == [2, 2]
+    end_all(manager, jobs)
+    times = manager.promises._loads["tier0"].times
+    for _ in range(4):
+        times.add(4, 0.08)
+    assert [len(job.keys) for job in step(manager)] == [5, 5]

@@ -98,6 +98,7 @@ class ManagerMachine(RuleBasedStateMachine):
     queue = calls("queue", prompt=PROMPT, tenant=st.sampled_from(TENANTS), hint=HINT)
     serve_queue = calls("serve_queue")
     preempt = calls("preempt", which=WHICH)
+    ask = calls("ask", which=WHICH)
     admit = calls("admit", which=WHICH)
     abort = calls("abort", which=WHICH)
     load = calls("load", prompt=PROMPT, start=PLACE, hint=HINT)
@@ -161,7 +162,7 @@ def random_steps(walk, rng, steps):
         hint = rng.choice(HINTS) if rng.random() < 0.3 else None
         if rng.random() < 0.1:
             walk.answer_again(rng.randrange(20))
-        match rng.randrange(26):
+        match rng.randrange(27):
             case 20 | 21:
                 walk.queue(prompt, rng.choice(TENANTS), hint)
             case 22:
@@ -172,6 +173,8 @@ def random_steps(walk, rng, steps):
                 walk.serve_queue()
             case 25:
                 walk.preempt(a)
+            case 26:
+                walk.ask(a)
             case 0 | 1 | 2 | 3:
                 walk.load(prompt, i, hint)
             case 4 | 5 | 6:

@@ -47,8 +47,16 @@ class Engine:
             self.in_flight.remove(item)
             self.manager.complete(item[1], [True] * len(item[1].keys))
 
-    def load(self, prompt, context):
-        while self.manager.lookup_prefix(prompt, context) != (CHUNKS, False):
+    def may_load(self, number):
+        """Ask what a request can load, as engines do before they look for room."""
+        prompt, context = self.prompts[number], self.contexts[number]
+        found, is_pending = self.manager.lookup_prefix(prompt, context)
+        self.manager.request_answered(context, is_pending)
+        return found == CHUNKS and not is_pending
+
+    def load(self, number):
+        prompt, context = self.prompts[number], self.contexts[number]
+        while not self.may_load(number):
             self.step(IDLE_STEP_S)
         self.manager.touch(prompt, context)
         job = self.manager.begin_load(prompt, context)
@@ -59,12 +67,14 @@ class Engine:
             ready_s = max(ready_s, self.read(len(job.sources))) + COPY_S
         self.in_flight.append((ready_s, job))
         while any(each is job for _, each in self.in_flight):
+            if number + 1 < PROMPTS:
+                self.may_load(number + 1)
             self.step(IDLE_STEP_S)
 
     def run(self):
         """Return when the last request has its first token."""
-        for prompt, context in zip(self.prompts, self.contexts, strict=True):
-            self.load(prompt, context)
+        for number, (prompt, context) in enumerate(zip(self.prompts, self.contexts, strict=True)):
+            self.load(number)
             self.step(STEP_S)
             first_s = self.now_s[0]
             for _ in range(self.num_tokens - 1):

@@ -61,7 +61,7 @@ from kvoffload.errors import ConfigError
 from kvoffload.identity import Fact
 from kvoffload.metrics.endpoint import serve_metrics
 from kvoffload.metrics.samples import Sample, as_data
-from kvoffload.offload.base import CanonicalKVCaches, OffloadingEvent, OffloadKey
+from kvoffload.offload.base import CanonicalKVCaches, OffloadingEvent, OffloadKey, ReqContext
 from kvoffload.recording import RequestLog
 from kvoffload.transfer.layout import ChunkLayout
 
@@ -176,10 +176,10 @@ class LocalConnector:
             nothing; None to ask again at the next step. None lasts at most ``lookup_timeout_s``, or
             as long as a load of these chunks, for this name, or of a full tier is in flight.
         """
-        if self._spans is None:
-            return self._look_up(request, num_computed_tokens)
-        look_up = partial(self._look_up, request, num_computed_tokens)
-        return self._spans.of_lookup(request.request_id, look_up)
+        name, look_up = request.request_id, partial(self._look_up, request, num_computed_tokens)
+        found = look_up() if self._spans is None else self._spans.of_lookup(name, look_up)
+        self._manager.request_answered(ReqContext(name), found is None)
+        return found
 
     def _look_up(self, request: OffloadRequest, num_computed_tokens: int) -> int | None:
         if self._transfers.will_name(request.request_id):

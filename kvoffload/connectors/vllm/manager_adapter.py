@@ -211,6 +211,11 @@ class ManagerAdapter(VllmManager):  # type: ignore[misc]  # untyped base
         else:
             self.manager.request_queued(list_keys, self._context(req_context), was_preempted)
 
+    def request_answered(self, req_id: str, is_pending: bool) -> None:
+        """See :meth:`Manager.request_answered`."""
+        if self.manager is not None:
+            self.manager.request_answered(ReqContext(req_id), is_pending)
+
     def request_admitted(self, req_id: str) -> None:
         """Note that a request runs; call it after its load has begun."""
         self._came_before.pop(req_id, None)
