@@ -137,12 +137,19 @@ class DaemonThreads(Executor):
         with self._lock:
             if self._is_closed:
                 raise RuntimeError("closed")
-            self._queue.put(perform)
-            if len(self._begun) < self._most:
-                self._begun.append(None)
-                number = len(self._begun) - 1
+            if (number := len(self._begun)) < self._most:
                 name = f"{self._name}-{number}"
-                threading.Thread(target=self._serve, args=[number], name=name, daemon=True).start()
+                thread = threading.Thread(
+                    target=self._serve, args=[number], name=name, daemon=True
+                )
+                self._begun.append(None)
+                try:
+                    thread.start()
+                except RuntimeError:  # the system has no more threads to give
+                    self._begun.pop()
+                    if not number:
+                        raise
+            self._queue.put(perform)  # last: after an error the caller's memory is not used
         return future
 
     def all_busy_for(self, seconds: float) -> bool:

@@ -12,6 +12,7 @@ import pytest
 from folder_parts import ON_DISK, SIZE, load, open_folder, path_of, store, stored_bytes, until
 
 from kvoffload.backends.base import ReadResult
+from kvoffload.backends.folder.mount import Mount
 from kvoffload.backends.folder.places import HOSTS, LEASE
 from kvoffload.backends.folder.records import LeaseRecord, Records
 from kvoffload.testing.backends import filled, keys_of, slots, wrong_bytes
@@ -291,3 +292,38 @@ def test_a_record_that_is_replaced_while_it_is_read_is_read_again(tmp_path, call
     )  # fmt: skip
     records.write_lease(lease)
     assert records.lease()[0] == lease
+
+
+class NoMoreThreads:
+    """Lets so many threads of the folder backend start, and refuses the rest."""
+
+    def __init__(self, monkeypatch, left):
+        self.left, self._start = left, threading.Thread.start
+        monkeypatch.setattr(threading.Thread, "start", lambda thread: self.start(thread))
+
+    def start(self, thread):
+        if thread.name.startswith("calls-"):
+            if not self.left:
+                raise RuntimeError("can't start new thread")
+            self.left -= 1
+        self._start(thread)
+
+
+async def test_a_call_that_found_no_thread_is_not_made_later(monkeypatch):
+    """Its caller has its memory back, which may have another chunk by then."""
+    system, made = NoMoreThreads(monkeypatch, left=0), []
+    mount = Mount("calls", threads=2, timeout_s=60.0)
+    with pytest.raises(RuntimeError, match="thread"):
+        await mount.call(lambda turn: made.append("refused"))
+    system.left = 1
+    assert await mount.call(lambda turn: made.append("made")) is None
+    assert made == ["made"]
+    mount.close()
+
+
+async def test_where_the_system_refuses_further_threads_those_there_are_make_the_calls(monkeypatch):
+    NoMoreThreads(monkeypatch, left=1)
+    mount = Mount("calls", threads=2, timeout_s=60.0)
+    calls = [mount.call(lambda turn, number=i: number) for i in range(4)]
+    assert await asyncio.gather(*calls) == [0, 1, 2, 3]
+    mount.close()
