@@ -182,8 +182,9 @@ def masters(access: Access) -> list[Address]:
     failure: OSError = OSError("no seeds")
     for seed in target.addresses:
         try:
-            slots = fetch_slots(seed, access)
-            return list(dict.fromkeys(address for _, _, address in slots))
+            if slots := fetch_slots(seed, access):
+                return list(dict.fromkeys(address for _, _, address in slots))
+            raise ValueError("a slot table without servers")  # as of one that left the cluster
         except (OSError, ValueError) as error:
             failure = OSError(f"{seed}: {error}")
             failure.__cause__ = error

@@ -53,6 +53,18 @@ async def test_a_whole_cluster_is_surveyed_and_purged(cluster):
     await backend.close()
 
 
+async def test_a_server_that_left_the_cluster_hides_no_chunk_from_an_operator(cluster, tmp_path):
+    alone = RedisServer(tmp_path / "alone", "--cluster-enabled", "yes")
+    await store(f"redis+cluster://127.0.0.1:{cluster[0].port}", "spread", 30)
+    hosts = f"127.0.0.1:{alone.port},127.0.0.1:{cluster[0].port}"
+    backend = open_backend("redis", {"url": f"redis+cluster://{hosts}", **PATIENT}, "x")
+    assert await backend.purge(["spread"]) == 30
+    await backend.close()
+    url = f"redis+cluster://127.0.0.1:{alone.port}"
+    assert (await verdicts(url))["reachable"] == "failed"
+    alone.stop()
+
+
 async def test_a_server_away_is_an_error_for_an_operator():
     backend = open_backend("redis", {"url": f"redis://127.0.0.1:{free_port()}"}, "x")
     with pytest.raises(OSError, match="connecting"):
