@@ -366,10 +366,17 @@ class Node:
             self._drop("breaker_open")
         self._count("breaker_opened")
         log.warning("redis at %s is left alone until it answers again: %s", self._label, reason)
-        self._probing = threading.Thread(
+        probing = threading.Thread(
             target=self._probe, args=(nbytes,), name="kvoffload-redis-probe", daemon=True
         )
-        self._probing.start()
+        try:
+            probing.start()
+        except RuntimeError as error:  # the system has no more threads: requests probe instead
+            log.warning("redis at %s cannot be probed: %s", self._label, error)
+            with self._lock:
+                self.breaker.probe_succeeded()
+        else:
+            self._probing = probing
 
     def _probe(self, nbytes: int) -> None:
         """Probe until the server is back; keep the successful connection for lookups."""

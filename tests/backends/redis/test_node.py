@@ -105,6 +105,27 @@ async def test_a_probe_whose_connection_closes_at_once_leaves_one_probe(
     )
 
 
+async def test_a_server_that_no_thread_can_probe_is_used_again_once_it_is_back(
+    server, backend, monkeypatch
+):
+    node, start = node_of(backend), threading.Thread.start
+
+    def refuses(thread):
+        if thread.name == "kvoffload-redis-probe":
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", refuses)
+    server.kill()
+    while not backend.counters().get("breaker_opened"):
+        await ask(backend)
+    server.start()
+    keys = keys_of(1)
+    assert await backend.write(keys, filled(keys)) == [True]
+    assert await backend.contains(keys) == [True]
+    assert not node.is_open
+
+
 async def test_a_near_server_that_was_slow_to_greet_is_near_once_it_answers(backend):
     node = node_of(backend)
     node._round_trip_s = 1.0
