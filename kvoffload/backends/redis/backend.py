@@ -93,7 +93,6 @@ class RedisBackend(ThreadPoolBackend, RedisAdmin):
         self._opening = threading.Lock()
         self._topology: Topology | None = None
         self._io: ChunkIO | None = None
-        self._is_closed = False
         self._chunk_bytes = 0
         """The length of the latest chunk."""
         self._in_flight: dict[int, Request] = {}
@@ -205,13 +204,13 @@ class RedisBackend(ThreadPoolBackend, RedisAdmin):
         if request := self._in_flight.get(thread):
             request.cancel()
 
-    async def close(self) -> None:
-        self._is_closed = True
+    async def closing(self) -> None:
         self._info.close()
         self._watch.close()
-        if self._topology is not None:
-            self._topology.close()
-        await super().close()
+        with self._opening:  # a first call on a thread has opened the servers, or never will
+            self._io, topology = None, self._topology
+        if topology is not None:
+            topology.close()
         await asyncio.gather(*self._asking, return_exceptions=True)
 
     def release(self) -> None:
@@ -243,7 +242,7 @@ class RedisBackend(ThreadPoolBackend, RedisAdmin):
 
     async def described(self) -> list[Described]:
         """Look at a part of the servers' names, where the user may SCAN."""
-        return [] if self._is_closed else await self._apart(described, self._namespace)
+        return [] if self.is_closed else await self._apart(described, self._namespace)
 
     async def diagnose(self) -> list[Finding]:
         """Examine the servers; then store and load, if nothing failed."""
@@ -255,14 +254,14 @@ class RedisBackend(ThreadPoolBackend, RedisAdmin):
         """Begin at the first call; return None once closed."""
         if self._io is None:
             with self._opening:
-                if self._io is None and not self._is_closed:
+                if self._io is None and not self.is_closed:
                     topology = Topology(self._access, self.count)
                     # A secret changes the names: an engine without it sees no damaged values.
                     prefix = f"{namespace_prefix(self._namespace)}{self._sealer.scheme}:".encode()
                     self._topology = topology
                     self._io = ChunkIO(topology, self._sealer, prefix, self._ttl_ms)
                     self._watch.wake()
-        return None if self._is_closed else self._io
+        return self._io
 
     @property
     def _ttl_ms(self) -> bytes:
@@ -341,7 +340,10 @@ class RedisBackend(ThreadPoolBackend, RedisAdmin):
             if key in self._suspects or len(self._suspects) >= _MAX_SUSPECTS:
                 return
             self._suspects.add(key)
-        start_once(lambda: self._remove_if_damaged(key, nbytes))
+        try:
+            start_once(lambda: self._remove_if_damaged(key, nbytes))
+        except RuntimeError:  # the system has no more threads: a later load of it tries again
+            self._suspects.discard(key)
 
     def _remove_if_damaged(self, key: bytes, nbytes: int) -> None:
         """Load a damaged value again; remove it unless only the transfer was at fault."""
