@@ -63,7 +63,12 @@ class AttachedServer:
         if not data or fd < 0:
             return None
         try:
-            return LentMemory(fd, self._pair.dup())
+            try:
+                pair = self._pair.dup()
+            except BaseException:
+                os.close(fd)  # it keeps all of the memory
+                raise
+            return LentMemory(fd, pair)
         # No descriptor, no room in the address space, no thread.
         except (OSError, ValueError, RuntimeError) as error:
             log.warning("chunks are copied by the server, whose memory cannot be mapped: %s", error)

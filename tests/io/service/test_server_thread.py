@@ -2,8 +2,10 @@
 
 import asyncio
 import contextlib
+import errno
 import os
 import resource
+import socket
 import threading
 
 import pytest
@@ -11,7 +13,7 @@ import pytest
 from kvoffload.io import client, server
 from kvoffload.io.attached import AttachedServer
 from kvoffload.io.client import IOClient
-from kvoffload.io.protocol import Answered, Borrow, Load, MessageReader, Store, frame
+from kvoffload.io.protocol import Answered, Borrow, Load, MessageReader, Passed, Store, frame
 from kvoffload.io.service import service, shared_stores
 from kvoffload.io.service.host_memory import HostMemory
 from kvoffload.io.service.host_store import HostStore
@@ -164,3 +166,24 @@ def test_a_try_to_attach_that_lacks_descriptors_leaves_none_behind(tmp_path, lef
         for fd in (*fillers, *free):
             os.close(fd)
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_memory_that_finds_no_descriptor_for_its_end_is_not_kept(tmp_path, monkeypatch):
+    _, thread, end = started_in_a_thread(str(tmp_path / "s"))
+    attached = AttachedServer(str(tmp_path / "s"), create_shared_memory(2 * SLOT))
+    attached.sock.settimeout(20)
+    attached.sock.sendall(frame(OPEN) + frame(Borrow()))
+    reader, messages = MessageReader(to_server=False), []
+    while not any(isinstance(message, Passed) for message in messages):
+        messages += reader.feed(attached.sock.recv(1 << 16))
+
+    def dup(sock):
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(socket.socket, "dup", dup)
+    before = os.listdir("/proc/self/fd")
+    assert attached.lent_memory() is None
+    assert os.listdir("/proc/self/fd") == before
+    attached.close()
+    end()
+    thread.join(20)
