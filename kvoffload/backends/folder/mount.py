@@ -139,9 +139,7 @@ class DaemonThreads(Executor):
                 raise RuntimeError("closed")
             if (number := len(self._begun)) < self._most:
                 name = f"{self._name}-{number}"
-                thread = threading.Thread(
-                    target=self._serve, args=[number], name=name, daemon=True
-                )
+                thread = threading.Thread(target=self._serve, args=[number], name=name, daemon=True)
                 self._begun.append(None)
                 try:
                     thread.start()

@@ -115,6 +115,8 @@ def fetch_slots(address: Address, access: Access) -> Slots:
     timeout_s = 2 * access.options.connect_timeout_s
     user = access.username, access.password()
     slots = parse_slots(ask(address, access, timeout_s, user, b"CLUSTER", b"SLOTS"), address)
+    if not slots:  # as of a server that has left the cluster
+        raise ValueError("a table without servers")
     for _, _, server in slots:
         access.allowed.check(server)
     return slots
@@ -182,9 +184,8 @@ def masters(access: Access) -> list[Address]:
     failure: OSError = OSError("no seeds")
     for seed in target.addresses:
         try:
-            if slots := fetch_slots(seed, access):
-                return list(dict.fromkeys(address for _, _, address in slots))
-            raise ValueError("a slot table without servers")  # as of one that left the cluster
+            slots = fetch_slots(seed, access)
+            return list(dict.fromkeys(address for _, _, address in slots))
         except (OSError, ValueError) as error:
             failure = OSError(f"{seed}: {error}")
             failure.__cause__ = error

@@ -148,9 +148,7 @@ class Topology:
             if self._is_closed:
                 return None
             try:
-                if slots := fetch_slots(address, self._access):
-                    return slots
-                failures.append(f"{address}: a table without servers")
+                return fetch_slots(address, self._access)
             except Exception as error:  # no error ends the refresher
                 failures.append(f"{address}: {str(error) or type(error).__name__}")
         if not self._is_failing:  # log the first failed round only
