@@ -109,7 +109,7 @@ class ChunkFiles:
         except OSError as error:
             return _failed(error, lambda: vfs.lstat(path))
         try:
-            header, beyond = self.pages()
+            header, beyond = self.pages(2)
             wanted = PAGE + target.nbytes
             moved = self._read_cached(fd, [header, target, beyond], wanted) if self.room else 0
             if moved < wanted:
@@ -157,7 +157,7 @@ class ChunkFiles:
             if overwrite:
                 now_ns = time.time_ns()
                 self.vfs.utime(path, now_ns, now_ns)  # a write leaves the time of the last use
-            header, _ = self.pages()
+            (header,) = self.pages(1)
             header[:], stored = self.seal.pack(
                 key, namespace, chunk, header_bytes=PAGE, tenant=tenant
             )
@@ -204,22 +204,14 @@ class ChunkFiles:
         """Return the flag with which a file is opened for I/O of this memory."""
         return os.O_DIRECT if self.direct and not by_cache and is_aligned(memory) else 0
 
-    def headers(self, count: int) -> list[memoryview]:
-        """Return pages of this thread, for the headers of up to ``MOST_IN_RUN`` chunks."""
-        headers: list[memoryview] | None = getattr(self._local, "headers", None)
-        if headers is None:
-            memory = memoryview(mmap.mmap(-1, MOST_IN_RUN * PAGE))
-            headers = [memory[i * PAGE : (i + 1) * PAGE] for i in range(MOST_IN_RUN)]
-            self._local.headers = headers
-        return headers[:count]
-
-    def pages(self) -> tuple[memoryview, memoryview]:
-        """Return two pages of this thread: for a header, and for bytes past a chunk's end."""
-        pages: tuple[memoryview, memoryview] | None = getattr(self._local, "pages", None)
+    def pages(self, count: int) -> list[memoryview]:
+        """Return pages of this thread, up to ``MOST_IN_RUN``: for headers, or past a chunk."""
+        pages: list[memoryview] | None = getattr(self._local, "pages", None)
         if pages is None:
-            both = memoryview(mmap.mmap(-1, 2 * PAGE))
-            pages = self._local.pages = both[:PAGE], both[PAGE:]
-        return pages
+            memory = memoryview(mmap.mmap(-1, MOST_IN_RUN * PAGE))
+            pages = [memory[i * PAGE : (i + 1) * PAGE] for i in range(MOST_IN_RUN)]
+            self._local.pages = pages
+        return pages[:count]
 
 
 def check(

@@ -68,78 +68,72 @@ class ChunkSlots:
         self._vfs = files.vfs
 
     def read(
-        self, segment: Segment, slot: int, key: bytes, namespace: bytes, target: memoryview
-    ) -> str | None:
-        """Fill ``target`` with the chunk of a slot; return a counter's reason, or None."""
-        files, vfs, offset = self._files, self._vfs, slot * segment.slot_bytes
-        wanted = PAGE + target.nbytes
-        if wanted > segment.slot_bytes:
-            return counted_as("size")
-        header, _ = files.pages()
-        buffers = [header, target]
-        try:
-            moved = self._read_cached(segment, buffers, offset) if files.room else 0
-            if moved < wanted:
-                slots = segment.slots(direct=files.direct and is_aligned(target))
-                moved = vfs.preadv(slots.fd, buffers, offset)
-            if 0 < moved < wanted:
-                slots = segment.slots(direct=False)
-                moved = continued(vfs.preadv, slots.fd, buffers, moved, offset)
-        except OSError as error:
-            return reason_of(error)
-        if moved < PAGE or not any(header[:8]):
-            return "missing"  # a hole: another process evicted the chunk
-        is_whole = moved == wanted
-        reason = files.seal.fault(header, target, key, namespace) if is_whole else "short"
-        if reason is None:
-            return None
-        return counted_as("size" if reason == "length" else reason)
-
-    def read_run(
         self,
         segment: Segment,
         slot: int,
         keys: Sequence[bytes],
         namespace: bytes,
         targets: Sequence[memoryview],
-    ) -> list[bool]:
+    ) -> list[str | None]:
         """Fill targets with the chunks of slots that follow one another, by one call.
 
-        Returns which of them are sound. Of the rest :meth:`read` tells why not, or reads them.
+        Returns for each a counter's reason, or None. All but the last one fill their slots.
         """
-        files, offset = self._files, slot * segment.slot_bytes
-        headers = files.headers(len(keys))
+        files, vfs, slot_bytes = self._files, self._vfs, segment.slot_bytes
+        if PAGE + targets[-1].nbytes > slot_bytes:
+            return [counted_as("size")] * len(keys)
+        headers, offset = files.pages(len(keys)), slot * slot_bytes
         buffers = [buffer for pair in zip(headers, targets, strict=True) for buffer in pair]
+        wanted = sum([buffer.nbytes for buffer in buffers])
         try:
-            moved = self._read_cached(segment, buffers, offset) if files.room else 0
-            if not moved:
+            moved = self._read_cached(segment, buffers, wanted, offset) if files.room else 0
+            if moved < wanted:
                 slots = segment.slots(direct=files.direct and all(map(is_aligned, targets)))
-                moved = self._vfs.preadv(slots.fd, buffers, offset)
-        except OSError:
-            moved = 0
-        num_whole, fault = moved // segment.slot_bytes, files.seal.fault
-        return [
-            i < num_whole and fault(headers[i], targets[i], key, namespace) is None
-            for i, key in enumerate(keys)
-        ]
+                moved = vfs.preadv(slots.fd, buffers, offset)
+            if 0 < moved < wanted:
+                slots = segment.slots(direct=False)
+                moved = continued(vfs.preadv, slots.fd, buffers, moved, offset)
+        except OSError as error:
+            return [reason_of(error)] * len(keys)
+        reasons = list[str | None]()
+        for header, target, key in zip(headers, targets, keys, strict=True):
+            if moved < PAGE or not any(header[:8]):
+                reasons.append("missing")  # a hole: another process evicted the chunk
+            else:
+                is_whole = moved >= PAGE + target.nbytes
+                reason = files.seal.fault(header, target, key, namespace) if is_whole else "short"
+                reason = "size" if reason == "length" else reason
+                reasons.append(None if reason is None else counted_as(reason))
+            moved -= slot_bytes
+        return reasons
 
     def write(
         self,
         segment: Segment,
         slot: int,
-        key: bytes,
+        keys: Sequence[bytes],
         namespace: bytes,
-        chunk: memoryview,
-        tenant: bytes = b"",
+        chunks: Sequence[memoryview],
+        tenants: Sequence[bytes],
     ) -> str | None:
-        """Write a chunk into a slot that the table does not name; return a counter's reason."""
+        """Write chunks into slots that follow one another, by one call; return a counter's reason.
+
+        The table names none of the slots. After a failure some of them may have their chunks.
+        """
         files, vfs, offset = self._files, self._vfs, slot * segment.slot_bytes
-        header, _ = files.pages()
-        wanted = PAGE + chunk.nbytes
-        header[:], stored = files.seal.pack(key, namespace, chunk, header_bytes=PAGE, tenant=tenant)
+        buffers, packed, wanted = list[memoryview](), list[memoryview](), 0
         try:
-            buffers, by_cache = [header, stored], files.fills_cache()
-            direct = files.direct and not by_cache and is_aligned(stored)
+            for header, key, chunk, tenant in zip(
+                files.pages(len(keys)), keys, chunks, tenants, strict=True
+            ):
+                header[:], stored = files.seal.pack(
+                    key, namespace, chunk, header_bytes=PAGE, tenant=tenant
+                )
+                packed.append(stored)
+                buffers += header, stored
+                wanted += PAGE + chunk.nbytes
+            by_cache = files.fills_cache()
+            direct = files.direct and not by_cache and all(map(is_aligned, packed))
             slots = segment.slots(direct=direct)
             moved = vfs.pwritev(slots.fd, buffers, offset)
             if 0 < moved < wanted:
@@ -152,51 +146,14 @@ class ChunkSlots:
         except OSError as error:
             return reason_of(error)
         finally:
-            files.seal.done(stored)
-        return None
-
-    def write_run(
-        self,
-        segment: Segment,
-        slot: int,
-        keys: Sequence[bytes],
-        namespace: bytes,
-        chunks: Sequence[memoryview],
-        tenants: Sequence[bytes],
-    ) -> bool:
-        """Write chunks into slots that follow one another, by one call; False: not all of them.
-
-        Then :meth:`write` writes one, or says why not.
-        """
-        files, offset, wanted = self._files, slot * segment.slot_bytes, 0
-        buffers, packed = list[memoryview](), list[memoryview]()
-        try:
-            for header, key, chunk, tenant in zip(
-                files.headers(len(keys)), keys, chunks, tenants, strict=True
-            ):
-                header[:], stored = files.seal.pack(
-                    key, namespace, chunk, header_bytes=PAGE, tenant=tenant
-                )
-                packed.append(stored)
-                buffers += header, stored
-                wanted += PAGE + chunk.nbytes
-            by_cache = files.fills_cache()
-            direct = files.direct and not by_cache and all(map(is_aligned, packed))
-            slots = segment.slots(direct=direct)
-            if self._vfs.pwritev(slots.fd, buffers, offset) != wanted:
-                return False
-            if by_cache:
-                self._start_writeback(segment, wanted)
-        except OSError:
-            return False
-        finally:
             for stored in packed:
                 files.seal.done(stored)
-        return True
+        return None
 
-    def _read_cached(self, segment: Segment, buffers: list[memoryview], offset: int) -> int:
-        """Read a chunk if the page cache has all of it; return the bytes read."""
-        wanted = sum(buffer.nbytes for buffer in buffers)
+    def _read_cached(
+        self, segment: Segment, buffers: list[memoryview], wanted: int, offset: int
+    ) -> int:
+        """Read chunks if the page cache has all of them; return the bytes read."""
         with contextlib.suppress(OSError):  # the read that follows tells of an error that lasts
             slots = segment.slots(direct=False)
             if self._vfs.is_cached(slots.fd, wanted, offset) and (

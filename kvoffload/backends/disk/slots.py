@@ -31,7 +31,7 @@ class SlotDraft(NamedTuple):
 
     def write(self, key: bytes, chunk: memoryview, tenant: bytes = b"") -> tuple[str | None, int]:
         form, (segment, slot, _) = self.form, self.at
-        reason = form.chunks.write(segment, slot, key, form.digest, chunk, tenant)
+        reason = form.chunks.write(segment, slot, [key], form.digest, [chunk], [tenant])
         return reason, segment.slot_bytes
 
     def publish(self, name: Name) -> int:
@@ -101,7 +101,7 @@ class Slots:
             at = self.segments.find(name)
         except FileNotFoundError:
             return "missing", None
-        reason = self.chunks.read(at.segment, at.slot, key, self.digest, target)
+        (reason,) = self.chunks.read(at.segment, at.slot, [key], self.digest, [target])
         if reason == "missing":
             self.segments.forget(name, at)
         return reason, None if reason is None else Seen(at.place, at.segment.slot_bytes)
@@ -125,7 +125,7 @@ class Slots:
         is_run = segment.slot_bytes == bytes_on_disk(targets[0].nbytes)
         if not is_run or self.segments.runs(names, len(names)) != [range(len(names))]:
             return [False] * len(names)  # some have moved meanwhile
-        return self.chunks.read_run(segment, slot, keys, self.digest, targets)
+        return [why is None for why in self.chunks.read(segment, slot, keys, self.digest, targets)]
 
     def draft(self, chunk_bytes: int) -> SlotDraft:
         return self.drafts(chunk_bytes, 1)[0]
@@ -144,7 +144,7 @@ class Slots:
     ) -> bool:
         """Write chunks of one length into slots that follow one another; False: not all of them."""
         segment, slot, _ = drafts[0].at
-        return self.chunks.write_run(segment, slot, keys, self.digest, chunks, tenants)
+        return self.chunks.write(segment, slot, keys, self.digest, chunks, tenants) is None
 
     def publish_run(self, drafts: Sequence[SlotDraft], names: Sequence[Name]) -> None:
         """Let readers see chunks, which are in no slot yet; raises OSError."""
