@@ -9,7 +9,7 @@ import contextlib
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future
 from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
@@ -79,7 +79,6 @@ class BlockingPool:
         at_once: int | None = None,
         *,
         is_quick: bool = False,
-        runs: Sequence[range] = (),
     ) -> None:
         """Do ``work(i)`` for every index of ``answers`` on the threads, and set ``answers[i]``.
 
@@ -97,17 +96,14 @@ class BlockingPool:
         ``is_quick``: an item takes some 10 µs and rarely waits. Threads that share such items wait
         for the GIL most of the time. So one thread serves all quick batches, one after the other.
         All threads join after :data:`QUICK_S`, or when an item calls :meth:`expect_wait`.
-
-        ``runs``: the items in parts that follow one another. A thread takes a part at once:
-        ``work(i)`` returns the answers of ``runs[i]``.
         """
         if self.stalled():
             self._gave_up(len(answers), on_stall)
             return
-        batch = _Batch(answers, work, min(at_once or self.threads, self.threads), runs)
+        batch = _Batch(answers, work, min(at_once or self.threads, self.threads))
         if not answers:
             return
-        is_quick = is_quick and batch.num_steps > 1 and self.threads > 1
+        is_quick = is_quick and len(answers) > 1 and self.threads > 1
         if is_quick:
             self._begin_quick(batch)
         else:
@@ -207,7 +203,7 @@ class BlockingPool:
                 while (i := batch.take()) is not None:
                     self._begun[me] = time.monotonic()
                     try:
-                        batch.do(i)
+                        batch.answers[i] = batch.work(i)
                     except BaseException as error:
                         batch.error = error
                     finally:
@@ -223,23 +219,14 @@ class BlockingPool:
 
 
 class _Batch:
-    """One call of :meth:`BlockingPool.fill`, whose steps ``most`` threads may do."""
+    """One call of :meth:`BlockingPool.fill`, whose items ``most`` threads may do."""
 
-    def __init__(
-        self,
-        answers: list[Any],
-        work: Callable[[int], Any],
-        most: int,
-        runs: Sequence[range] = (),
-    ) -> None:
-        self._work = work
-        self._answers = answers
-        self._runs = runs
-        self.num_steps = len(runs or answers)
-        """A step is an item, or a run of items."""
+    def __init__(self, answers: list[Any], work: Callable[[int], Any], most: int) -> None:
+        self.work = work
+        self.answers = answers
         self.num_threads = 0
         """Threads that serve it, or will."""
-        self._most = min(most, self.num_steps)
+        self._most = min(most, len(answers))
         self.error: BaseException | None = None
         self._loop = asyncio.get_running_loop()
         self.ended: asyncio.Future[None] = self._loop.create_future()
@@ -250,26 +237,18 @@ class _Batch:
         self._reported = False
 
     def take(self) -> int | None:
-        """Return the next step to do, or None; call :meth:`put_back` once it is done."""
+        """Return the next item to do, or None; call :meth:`put_back` once it is done."""
         with self._lock:
-            if self._next >= self.num_steps:
+            if self._next >= len(self.answers):
                 return None
             self._next += 1
             self._busy.add(threading.get_ident())
             return self._next - 1
 
-    def do(self, step: int) -> None:
-        """Do a step, and set its answers."""
-        if self._runs:
-            run = self._runs[step]
-            self._answers[run.start : run.stop] = self._work(step)
-        else:
-            self._answers[step] = self._work(step)
-
     def take_missing_threads(self) -> int:
         """Return how many more threads may serve the batch, which count as its own from now on."""
         with self._lock:
-            missing = self._most - self.num_threads if self._next < self.num_steps else 0
+            missing = self._most - self.num_threads if self._next < len(self.answers) else 0
             self.num_threads += missing
             return missing
 
@@ -279,18 +258,17 @@ class _Batch:
             self._report_end()
 
     def give_up(self, interrupt: Callable[[int], None] = lambda thread: None) -> int:
-        """Begin no more steps, and interrupt those begun; return how many items were left."""
+        """Begin no more items, and interrupt those begun; return how many were left."""
         with self._lock:
             for thread in self._busy:
                 interrupt(thread)
-            left = sum(map(len, self._runs[self._next :])) or self.num_steps - self._next
-            self._next = self.num_steps
+            left, self._next = len(self.answers) - self._next, len(self.answers)
             self._report_end()
         return left
 
     def _report_end(self) -> None:
-        """Wake the loop, once, when no step is left and none is running."""
-        if self._busy or self._reported or self._next < self.num_steps:
+        """Wake the loop, once, when no item is left and none is running."""
+        if self._busy or self._reported or self._next < len(self.answers):
             return
         self._reported = True
         with contextlib.suppress(RuntimeError):  # the loop was closed meanwhile

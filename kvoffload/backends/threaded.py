@@ -50,11 +50,11 @@ class Runner(Protocol):
         answers: list[Any],
         work: Callable[[int], Any],
         is_quick: bool,
-        runs: Sequence[range],
+        chunks: Sequence[int] = (),
     ) -> None:
         """Set ``answers[i] = work(i)`` for each item that is begun; ``work`` does not raise.
 
-        With ``runs`` of items, ``work(i)`` returns the answers of ``runs[i]``.
+        ``chunks``: of each item, if they are not one.
         """
         ...
 
@@ -161,7 +161,7 @@ class ChunkwiseBackend(CountedBackend, ABC):
                 return failed
 
         answers = [failed] * items
-        await self.__runner.fill(kind, answers, attempt, is_quick, ())
+        await self.__runner.fill(kind, answers, attempt, is_quick)
         return answers
 
     async def run_all(
@@ -191,9 +191,9 @@ class ChunkwiseBackend(CountedBackend, ABC):
                     self.note_failure(kind, error)
             return [failed] * len(runs[i])
 
-        answers = [failed] * (runs[-1].stop if runs else 0)
-        await self.__runner.fill(kind, answers, attempt, is_quick, runs)
-        return answers
+        answers = [[failed] * len(run) for run in runs]
+        await self.__runner.fill(kind, answers, attempt, is_quick, [len(run) for run in runs])
+        return [answer for of_run in answers for answer in of_run]
 
 
 class InlineBackend(ChunkwiseBackend):
@@ -217,13 +217,10 @@ class _OnTheLoop:
         answers: list[Any],
         work: Callable[[int], Any],
         is_quick: bool,
-        runs: Sequence[range],
+        chunks: Sequence[int] = (),
     ) -> None:
-        for i in range(len(runs or answers)):
-            if runs:
-                answers[runs[i].start : runs[i].stop] = work(i)
-            else:
-                answers[i] = work(i)
+        for i in range(len(answers)):
+            answers[i] = work(i)
             await asyncio.sleep(0)
 
     async def close(self, release: Callable[[], None]) -> None:
@@ -326,11 +323,11 @@ class _OnThreads:
         answers: list[Any],
         work: Callable[[int], Any],
         is_quick: bool,
-        runs: Sequence[range],
+        chunks: Sequence[int] = (),
     ) -> None:
-        backend, gave_up, pool = self._backend, partial(self._gave_up, kind), self._pools[kind]
+        backend, gave_up = self._backend, partial(self._gave_up, kind, chunks)
         interrupt, at_once = backend.interrupt, backend.at_once()
-        await pool.fill(answers, work, gave_up, interrupt, at_once, is_quick=is_quick, runs=runs)
+        await self._pools[kind].fill(answers, work, gave_up, interrupt, at_once, is_quick=is_quick)
 
     async def close(self, release: Callable[[], None]) -> None:
         if await run_once(self._close_pools):
@@ -349,9 +346,9 @@ class _OnThreads:
         ended = [pool.close() for pool in set(self._pools.values())]
         return all(ended)
 
-    def _gave_up(self, kind: Kind, items: int, first: bool) -> None:
-        """Count the items refused because every thread hangs; log the first of a stall."""
-        self._backend.count(f"{kind}_stalled", items)
+    def _gave_up(self, kind: Kind, chunks: Sequence[int], items: int, first: bool) -> None:
+        """Count the last items, refused because every thread hangs; log the first of a stall."""
+        self._backend.count(f"{kind}_stalled", sum(chunks[-items:]) or items)
         if first:
             text = "%s: every thread has hung in a %s for %g s; chunks are misses until one returns"
             log.warning(text, self._name, kind, self._pools[kind].stall_s)

@@ -10,6 +10,7 @@ from disk_parts import until
 
 from kvoffload.backends import blocking_pool
 from kvoffload.backends.blocking_pool import BlockingPool, run_once
+from kvoffload.backends.threaded import ThreadPoolBackend
 
 
 @pytest.fixture
@@ -323,21 +324,28 @@ async def test_closing_ends_quick_batches_that_wait(make):
     await asyncio.wait_for(asyncio.gather(*fills), 20)
 
 
-async def test_a_run_of_items_is_one_step_and_counts_all_its_items(make, stalls):
-    pool, release = make(threads=1, stall_s=0.05), threading.Event()
-    runs, answers, done = [range(2), range(2, 5), range(5, 6)], [None] * 6, []
+class Runs(ThreadPoolBackend):
+    """A backend of one thread, whose work on runs of chunks waits."""
 
-    def work(i):
-        release.wait()
-        done.append(runs[i])
-        return list(runs[i])
+    load = store = has = None
 
-    filling = asyncio.ensure_future(pool.fill(answers, work, runs=runs))
-    await until(lambda: bool(stalls))
-    release.set()
-    await filling
-    assert stalls == [(4, True)]
-    assert answers == [0, 1, None, None, None, None]
-    await pool.fill(answers, work, runs=runs)
-    assert answers == [0, 1, 2, 3, 4, 5]
-    assert done == [runs[0], *runs]
+    def __init__(self):
+        super().__init__(threads=1, stall_s=0.05)
+        self.go_on, self.done = threading.Event(), []
+
+    def work(self, run):
+        self.go_on.wait()
+        self.done.append(run)
+        return list(run)
+
+
+async def test_a_run_of_chunks_is_one_item_and_counts_all_its_chunks():
+    backend, runs = Runs(), [range(2), range(2, 5), range(5, 6)]
+    reading = asyncio.ensure_future(backend.run_all("read", runs, backend.work, None))
+    assert await until(lambda: backend.counters().get("read_stalled"))
+    backend.go_on.set()
+    assert await reading == [0, 1, None, None, None, None]
+    assert backend.counters()["read_stalled"] == 4
+    assert await backend.run_all("read", runs, backend.work, None) == [0, 1, 2, 3, 4, 5]
+    assert backend.done == [runs[0], *runs]
+    await backend.close()
