@@ -137,14 +137,18 @@ def begin_check(header: memoryview, found: Header, cipher: Seal | None) -> Runni
 
 
 def fault_by_check(
-    seal: Seal, header: memoryview, payload: memoryview, key: bytes, namespace: bytes
+    seal: Seal | None, header: memoryview, payload: memoryview, key: bytes, namespace: bytes
 ) -> str | None:
-    """Return why header and payload are not the chunk wanted, by the check that a seal begins."""
+    """Return why header and payload are not the chunk wanted, as loads with a seal would find.
+
+    Of a chunk that another kind of seal guards, or other keys do, only header and length are
+    checked.
+    """
     found = parse_header(header)
     reason = mismatch(found, key, namespace, payload.nbytes)
     if reason is not None or not isinstance(found, Header):
         return reason
-    if (running := seal.begin_check(header, found)) is None:
+    if (running := begin_check(header, found, seal)) is None:
         return OTHER_KEY
     running.update(payload)
     return None if running.is_whole() else "payload"

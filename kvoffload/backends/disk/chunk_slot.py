@@ -13,8 +13,8 @@ from kvoffload.backends.disk.chunk_file import (
 )
 from kvoffload.backends.disk.segment import Segment
 from kvoffload.backends.disk.vfs import Vfs
-from kvoffload.backends.header import OTHER_KEY, Header, counted_as, mismatch, parse_header
-from kvoffload.backends.seals import Seal, begin_check
+from kvoffload.backends.header import counted_as, parse_header
+from kvoffload.backends.seals import Seal, fault_by_check
 
 _WRITEBACK_BYTES = 1 << 20
 """The kernel is told to write what has gathered in so large parts: each call takes time."""
@@ -28,18 +28,10 @@ def fault_of(
     Of a chunk that is plain or under other keys than those of ``cipher``, only header and length
     are checked.
     """
-    header = parse_header(content)
-    reason = mismatch(header, key, namespace, getattr(header, "payload_bytes", 0))
-    if reason is None and isinstance(header, Header):
-        running = begin_check(content[:PAGE], header, cipher)
-        if running is None:
-            return OTHER_KEY
-        payload = content[PAGE : PAGE + header.payload_bytes]
-        running.update(payload)
-        if len(payload) < header.payload_bytes:
-            reason = "short"
-        elif not running.is_whole():
-            reason = "payload"
+    header, rest = content[:PAGE], content[PAGE:]
+    payload = rest[: getattr(parse_header(header), "payload_bytes", 0)]
+    reason = fault_by_check(cipher, header, payload, key, namespace)
+    reason = "short" if reason == "length" else reason
     return None if reason is None else counted_as(reason)
 
 

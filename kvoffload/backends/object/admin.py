@@ -27,10 +27,8 @@ from kvoffload.backends.base import Described
 from kvoffload.backends.header import (
     COMPACT_BYTES,
     NOT_DAMAGED,
-    OTHER_KEY,
     Header,
     counted_as,
-    mismatch,
     parse_header,
 )
 from kvoffload.backends.object.bucket import Bucket, Stored
@@ -46,7 +44,7 @@ from kvoffload.backends.object.naming import (
     read_facts,
 )
 from kvoffload.backends.object.options import ObjectOptions
-from kvoffload.backends.seals import Seal, begin_check, is_of
+from kvoffload.backends.seals import Seal, fault_by_check, is_of
 from kvoffload.backends.verification import Verification
 from kvoffload.config import human_bytes
 
@@ -290,16 +288,11 @@ def _fault(content: memoryview, name: ChunkName, cipher: Seal | None) -> str:
     """Return why loads with this cipher miss an object; empty if they do not."""
     header, payload = content[:COMPACT_BYTES], content[COMPACT_BYTES:]
     found = parse_header(header)
-    if not isinstance(found, Header):
-        return counted_as(found)
-    if not found.namespace.hex().startswith(name.tag):
+    namespace = found.namespace if isinstance(found, Header) else b""
+    if namespace and not namespace.hex().startswith(name.tag):
         return counted_as("namespace")
-    if broken := mismatch(found, name.key, found.namespace, payload.nbytes):
-        return counted_as(broken)
-    if (running := begin_check(header, found, cipher)) is None:
-        return OTHER_KEY
-    running.update(payload)
-    return "" if running.is_whole() else counted_as("payload")
+    reason = fault_by_check(cipher, header, payload, name.key, namespace)
+    return "" if reason is None else counted_as(reason)
 
 
 def described(operator: Operator, namespace: str) -> list[Described]:
