@@ -207,28 +207,35 @@ class Segment:
         None: the slot has no such chunk. Of several processes, one claims it. With several keys
         it is that slot and the next ones: all of them, or none.
         """
-        table, part = self._table(), (_offset(slot), len(keys) * ENTRY_BYTES)
-        self._lock_part(table.fd, *part)
-        try:
-            entries = bytearray(len(keys) * ENTRY_BYTES)
-            self.vfs.preadv(table.fd, [entries], _offset(slot))
-            for i, key in enumerate(keys):
-                if key_in(entries[i * ENTRY_BYTES : (i + 1) * ENTRY_BYTES]) != key:
-                    return None
+        with self._locked_entries(slot, keys) as entries:
+            if entries is None:
+                return None
             self.set_entry(slot, WRITING * len(keys))
             return bytes(entries)
-        finally:
-            self.vfs.lock_part(table.fd, fcntl.F_UNLCK, *part)
 
-    def _lock_part(self, fd: int, offset: int, length: int) -> None:
-        """Keep other processes from a part of the table; callers keep other threads."""
+    @contextlib.contextmanager
+    def _locked_entries(self, slot: int, keys: Sequence[bytes]) -> Iterator[bytearray | None]:
+        """Keep other processes from the entries of chunks in slots that follow one another.
+
+        Yields the entries; None: a slot has no such chunk. Callers keep other threads from them.
+        """
+        table, part = self._table(), (_offset(slot), len(keys) * ENTRY_BYTES)
         for _ in range(_LOCK_TRIES):
             try:
-                self.vfs.lock_part(fd, fcntl.F_WRLCK, offset, length)
-                return
+                self.vfs.lock_part(table.fd, fcntl.F_WRLCK, *part)
+                break
             except BlockingIOError:
                 time.sleep(_LOCK_PAUSE_S)
-        raise BlockingIOError(errno.EAGAIN, "locked by another process", self.stem + TABLE)
+        else:
+            raise BlockingIOError(errno.EAGAIN, "locked by another process", self.stem + TABLE)
+        try:
+            entries = bytearray(part[1])
+            self.vfs.preadv(table.fd, [entries], part[0])
+            starts = range(0, part[1], ENTRY_BYTES)
+            found = [key_in(entries[start : start + ENTRY_BYTES]) for start in starts]
+            yield entries if found == [*keys] else None
+        finally:
+            self.vfs.lock_part(table.fd, fcntl.F_UNLCK, *part)
 
     def set_used(self, slot: int, used_ns: int) -> None:
         self._write(_USED.pack(used_ns), _offset(slot))
@@ -238,20 +245,13 @@ class Segment:
 
         While the part is locked, no other process changes an entry that has a chunk.
         """
-        table, part = self._table(), (_offset(slot), len(keys) * ENTRY_BYTES)
-        self._lock_part(table.fd, *part)
-        try:
-            entries = bytearray(part[1])
-            self.vfs.preadv(table.fd, [entries], part[0])
-            for i, (key, used_ns) in enumerate(zip(keys, uses_ns, strict=True)):
-                start = i * ENTRY_BYTES
-                if key_in(entries[start : start + ENTRY_BYTES]) != key:
-                    return False
-                _USED.pack_into(entries, start, used_ns)
-            self._write(entries, part[0])
+        with self._locked_entries(slot, keys) as entries:
+            if entries is None:
+                return False
+            for i, used_ns in enumerate(uses_ns):
+                _USED.pack_into(entries, i * ENTRY_BYTES, used_ns)
+            self._write(entries, _offset(slot))
             return True
-        finally:
-            self.vfs.lock_part(table.fd, fcntl.F_UNLCK, *part)
 
     def _write(self, data: bytes | bytearray, offset: int) -> None:
         table = self._table()
