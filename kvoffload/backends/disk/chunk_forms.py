@@ -4,6 +4,7 @@ There are two: a file of its own (``files``), and a slot of a segment (``slots``
 block, and raise OSError where nothing else is said.
 """
 
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 from kvoffload.backends.disk.index import Name
@@ -64,16 +65,19 @@ class Form(Protocol):
         """Return a new place for a chunk of this length."""
         ...
 
-    def take_over(self, name: Name, chunk_bytes: int) -> Draft | None:
-        """Hide a chunk whose place suits one of this length; None: it does not, nothing changed."""
+    def take_over_all(self, names: Sequence[Name], chunk_bytes: int) -> Mapping[Name, Draft]:
+        """Hide chunks whose places suit those of this length, and return the places.
+
+        Raises nothing. The rest is as before.
+        """
         ...
 
     def used_ns(self, name: Name) -> int:
         """Return when any process used a chunk last; FileNotFoundError: it is gone."""
         ...
 
-    def record_use(self, name: Name, used_ns: int) -> None:
-        """Tell other processes, and the next start, of a use."""
+    def record_uses(self, uses: Mapping[Name, int]) -> None:
+        """Tell other processes, and the next start, of uses of chunks that are there."""
         ...
 
     def allocated_bytes(self, name: Name) -> int:

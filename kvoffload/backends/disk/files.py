@@ -1,7 +1,8 @@
 """A file a chunk: the form of all chunks but small ones, and of every chunk of older versions."""
 
+import contextlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from kvoffload.backends.disk.chunk_file import ChunkFiles, can_become
@@ -72,20 +73,25 @@ class Files:
     def draft(self, chunk_bytes: int) -> FileDraft:
         return FileDraft(self, self._temporary(), overwrites=False)
 
-    def take_over(self, name: Name, chunk_bytes: int) -> FileDraft | None:
-        path = self.path_of(name)
-        if not can_become(self.vfs.lstat(path), chunk_bytes):
-            return None
-        taken = FileDraft(self, self._temporary(), overwrites=True)
-        self.vfs.rename(path, taken.path)
+    def take_over_all(self, names: Sequence[Name], chunk_bytes: int) -> dict[Name, FileDraft]:
+        taken = dict[Name, FileDraft]()
+        for name in names:
+            path = self.path_of(name)
+            with contextlib.suppress(OSError):
+                if can_become(self.vfs.lstat(path), chunk_bytes):
+                    draft = FileDraft(self, self._temporary(), overwrites=True)
+                    self.vfs.rename(path, draft.path)
+                    taken[name] = draft
         return taken
 
     def used_ns(self, name: Name) -> int:
         return self.vfs.lstat(self.path_of(name)).st_atime_ns
 
-    def record_use(self, name: Name, used_ns: int) -> None:
-        path = self.path_of(name)
-        self.vfs.utime(path, used_ns, self.vfs.lstat(path).st_mtime_ns)
+    def record_uses(self, uses: Mapping[Name, int]) -> None:
+        for name, used_ns in uses.items():
+            path = self.path_of(name)
+            with contextlib.suppress(OSError):
+                self.vfs.utime(path, used_ns, self.vfs.lstat(path).st_mtime_ns)
 
     def allocated_bytes(self, name: Name) -> int:
         try:

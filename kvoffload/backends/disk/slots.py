@@ -152,15 +152,7 @@ class Slots:
         entries = b"".join(pack_entry(name[2:], now_ns) for name in names)
         self.segments.enter_run(names, drafts[0].at, entries)
 
-    def take_over(self, name: Name, chunk_bytes: int) -> SlotDraft | None:
-        segment = self.segments.find(name).segment
-        if not segment.is_own or segment.slot_bytes != bytes_on_disk(chunk_bytes):
-            return None
-        with self.segments.taken(name) as at:
-            return SlotDraft(self, at, overwrites=True)
-
     def take_over_all(self, names: Sequence[Name], chunk_bytes: int) -> dict[Name, SlotDraft]:
-        """Do as :meth:`take_over` with many chunks; those that are not returned stay."""
         find, slot_bytes, taken = self.segments.find, bytes_on_disk(chunk_bytes), {}
         ordered = self.segments.in_order(names)
         for run in self.segments.runs(ordered, MOST_IN_RUN):
@@ -174,8 +166,10 @@ class Slots:
                     continue
             for name in part:
                 with contextlib.suppress(OSError):
-                    if (draft := self.take_over(name, chunk_bytes)) is not None:
-                        taken[name] = draft
+                    segment = find(name).segment
+                    if segment.is_own and segment.slot_bytes == slot_bytes:
+                        with self.segments.taken(name) as at:
+                            taken[name] = SlotDraft(self, at, overwrites=True)
         return taken
 
     def used_ns(self, name: Name) -> int:
@@ -187,7 +181,6 @@ class Slots:
         return entry.used_ns
 
     def record_uses(self, uses: Mapping[Name, int]) -> None:
-        """Do as :meth:`record_use` with chunks that are in slots; those that are gone are none."""
         segments = self.segments
         ordered = segments.in_order(uses)
         for run in segments.runs(ordered, _MOST_USES):
@@ -201,11 +194,8 @@ class Slots:
                             continue
             for name in part:
                 with contextlib.suppress(OSError):
-                    self.record_use(name, uses[name])
-
-    def record_use(self, name: Name, used_ns: int) -> None:
-        segment, slot, _ = self.segments.find(name)
-        segment.set_used(slot, used_ns)
+                    segment, slot, _ = segments.find(name)
+                    segment.set_used(slot, uses[name])
 
     def allocated_bytes(self, name: Name) -> int:
         try:

@@ -478,12 +478,10 @@ class DiskStore(Counts):
 
     def record_use(self) -> None:
         """Write access times, where other processes and the next start find them."""
-        uses = self.uses.take_unwritten()
-        self.slots.record_uses({n: used_ns for n, used_ns in uses.items() if n in self.segments})
-        for name, used_ns in uses.items():
-            if name not in self.segments:
-                with contextlib.suppress(OSError):
-                    self.files.record_use(name, used_ns)
+        in_files = self.uses.take_unwritten()
+        in_slots = {n: in_files.pop(n) for n in [*in_files] if n in self.segments}
+        self.slots.record_uses(in_slots)
+        self.files.record_uses(in_files)
 
     def is_fresh(self, name: Name) -> bool:
         """Return whether a chunk has not expired; asks the disk if no late use is known."""
@@ -523,14 +521,11 @@ class DiskStore(Counts):
         """
         taken, allocated = dict[Name, Draft](), bytes_on_disk(chunk_bytes)
         with self._publishing:
-            counted = [name for name in names if self.index.size(name) == allocated]
-            taken |= self.slots.take_over_all(
-                [n for n in counted if n in self.segments], chunk_bytes
-            )
-            for name in (name for name in counted if name not in taken):
-                with contextlib.suppress(OSError):
-                    if (draft := self._form_of(name).take_over(name, chunk_bytes)) is not None:
-                        taken[name] = draft
+            in_files = [name for name in names if self.index.size(name) == allocated]
+            if in_slots := [name for name in in_files if name in self.segments]:
+                in_files = [name for name in in_files if name not in self.segments]
+                taken |= self.slots.take_over_all(in_slots, chunk_bytes)
+            taken |= self.files.take_over_all(in_files, chunk_bytes)
             for name in taken:
                 self.note_removed(name, "evicted")
         return taken
