@@ -4,7 +4,6 @@ import contextlib
 import logging
 import os
 import time
-from collections.abc import Callable
 
 from kvoffload.backends.disk.paths import QUARANTINE
 from kvoffload.backends.disk.root import RootHandle
@@ -35,23 +34,21 @@ class Quarantine:
                 total += self._vfs.lstat(f"{self._folder}/{name}").st_blocks * 512
         return total
 
-    def trim(self, remove: Callable[[str], None]) -> None:
-        """Remove surplus files and those older than a week or ``ttl_s``.
-
-        ``remove`` unlinks a file and releases its bytes; it may raise OSError.
-        """
-        limits, kept_bytes = self._limits, 0
+    def surplus(self) -> list[tuple[str, int]]:
+        """Return surplus files and those older than a week or ``ttl_s``, with their bytes."""
+        limits, kept_bytes, surplus = self._limits, 0, list[tuple[str, int]]()
         oldest_ns = time.time_ns() - int(min(QUARANTINE_S, limits.ttl_s or QUARANTINE_S) * 1e9)
         try:
             files = sorted(self._vfs.listdir(self._folder), reverse=True)
         except OSError as error:
             log.warning("disk: cannot trim %s: %s", self._folder, error)
-            return
+            return []
         for number, file in enumerate(files):
             with contextlib.suppress(OSError):  # the next trim tries again
                 facts = self._vfs.lstat(f"{self._folder}/{file}")
-                kept_bytes += facts.st_blocks * 512
+                kept_bytes += (allocated := facts.st_blocks * 512)
                 too_many = number >= limits.quarantine_files
                 too_old = facts.st_ctime_ns < oldest_ns  # its last change was the move here
                 if too_many or too_old or kept_bytes * 16 > limits.capacity_bytes:
-                    remove(f"{self._folder}/{file}")
+                    surplus.append((f"{self._folder}/{file}", allocated))
+        return surplus

@@ -12,6 +12,7 @@ import os
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 
 from kvoffload.backends.base import ReadResult, Removal, WriteResult, Written
 from kvoffload.backends.counted import Counts
@@ -577,8 +578,6 @@ class DiskStore(Counts):
         return True
 
     def trim_quarantine(self) -> None:
-        def remove(path: str) -> None:
-            allocated = self.vfs.lstat(path).st_blocks * 512
-            self._release(allocated, lambda: self.vfs.unlink(path))
-
-        self.quarantine.trim(remove)
+        for path, allocated in self.quarantine.surplus():
+            with contextlib.suppress(OSError):  # the next trim tries again
+                self._release(allocated, partial(self.vfs.unlink, path))

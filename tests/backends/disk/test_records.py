@@ -68,8 +68,7 @@ def quarantined(root, number, size=4096):
 )
 def test_the_quarantine_keeps_the_newest_files_within_number_and_bytes(tmp_path, wanted, kept):
     folder = quarantined(tmp_path, 6)
-    removed = []
-    quarantine(tmp_path, limits(**wanted)).trim(removed.append)
+    removed = [path for path, _ in quarantine(tmp_path, limits(**wanted)).surplus()]
     left = sorted(f"{folder}/{name}" for name in os.listdir(folder))
     assert sorted(set(left) - set(removed)) == [f"{folder}/{name}" for name in kept]
 
@@ -84,13 +83,11 @@ def test_the_quarantine_keeps_files_for_a_week_or_as_long_as_chunks(
     quarantined(tmp_path, 2)
     now_ns = time.time_ns() + int(age_s * 1e9)
     monkeypatch.setattr(time, "time_ns", lambda: now_ns)
-    removed = []
-    quarantine(tmp_path, limits(ttl_s=ttl_s)).trim(removed.append)
-    assert len(removed) == 2 - kept
+    assert len(quarantine(tmp_path, limits(ttl_s=ttl_s)).surplus()) == 2 - kept
 
 
 def test_a_quarantine_that_cannot_be_listed_is_logged(tmp_path, caplog):
-    quarantine(tmp_path, limits()).trim(lambda path: pytest.fail("the folder is missing"))
+    assert quarantine(tmp_path, limits()).surplus() == []
     (record,) = caplog.records
     assert QUARANTINE in record.getMessage()
 
