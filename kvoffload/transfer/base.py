@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable
 from typing import Protocol, runtime_checkable
 
+from kvoffload.io.lent_memory import LentMemory
 from kvoffload.transfer.layout import Moves
 
 
@@ -107,19 +108,6 @@ class Copier(Protocol):
         ...
 
 
-class ForeignMemory(Protocol):
-    """Memory of a server, mapped to be read; see :class:`kvoffload.io.lent_memory.LentMemory`."""
-
-    @property
-    def bytes(self) -> memoryview:
-        """All of it."""
-        ...
-
-    def when_left(self, call: Callable[[], None]) -> None:
-        """Call this once when nothing will be read from it any more; the call never waits."""
-        ...
-
-
 @runtime_checkable
 class CopiesFromAnywhere(Protocol):
     """A copier that loads chunks from any host memory, as a server lends it."""
@@ -128,7 +116,7 @@ class CopiesFromAnywhere(Protocol):
         """Whether such copies are as good as those from slots; for any thread, never blocks."""
         ...
 
-    def launch_from(self, memory: ForeignMemory, moves: Moves, after: Fence) -> CopyFence:
+    def launch_from(self, memory: LentMemory, moves: Moves, after: Fence) -> CopyFence:
         """Begin copies to GPU blocks as :meth:`Copier.launch`.
 
         Args:

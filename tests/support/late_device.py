@@ -16,8 +16,8 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 
+from kvoffload.io.lent_memory import LentMemory
 from kvoffload.messages import CanonicalKVCaches
-from kvoffload.transfer.base import ForeignMemory
 from kvoffload.transfer.cuda.copies import Copies
 from kvoffload.transfer.cuda.device import BlockTable, Part
 from kvoffload.transfer.slab import Slab
@@ -259,7 +259,7 @@ class LateDevice:
                 continue
             stream.enqueue(lambda t=target, s=source, n=num_bytes: ctypes.memmove(t, s, n))  # type: ignore[misc]
 
-    def lent(self, memory: ForeignMemory, end: int) -> "LateMemory":
+    def lent(self, memory: LentMemory, end: int) -> "LateMemory":
         """See :class:`kvoffload.transfer.cuda.device.Device`; nothing has to be pinned."""
         whole = np.frombuffer(memory.bytes, np.int8)
         return LateMemory(whole.ctypes.data, len(whole))

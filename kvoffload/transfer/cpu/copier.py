@@ -9,8 +9,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from kvoffload.io.lent_memory import LentMemory
 from kvoffload.messages import CanonicalKVCaches
-from kvoffload.transfer.base import CopyFence, Fence, ForeignMemory
+from kvoffload.transfer.base import CopyFence, Fence
 from kvoffload.transfer.cpu.gather import Indices, PageCopy, PagesOfTensor, gathers, scatters
 from kvoffload.transfer.layout import ChunkLayout, Moves, check_within
 from kvoffload.transfer.slab import HostBytes, Slab
@@ -74,7 +75,7 @@ class CpuCopier:
     def can_borrow(self) -> bool:
         return True
 
-    def launch_from(self, memory: ForeignMemory, moves: Moves, after: Fence) -> CopyFence:
+    def launch_from(self, memory: LentMemory, moves: Moves, after: Fence) -> CopyFence:
         check_within(memory.bytes, moves, self._layout)
         return self._launch(moves, False, np.frombuffer(memory.bytes, np.int8), 1, after)
 

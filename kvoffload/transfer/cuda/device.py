@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from kvoffload.transfer.base import ForeignMemory
+from kvoffload.io.lent_memory import LentMemory
 from kvoffload.transfer.cuda.copies import Copies
 from kvoffload.transfer.layout import Numbers, Region
 
@@ -103,7 +103,7 @@ class Device(Protocol):
         """The slab."""
         ...
 
-    def lent(self, memory: ForeignMemory, end: int) -> HostMemory:
+    def lent(self, memory: LentMemory, end: int) -> HostMemory:
         """Return memory of a server, which is pinned up to here, and farther by a later call.
 
         It is unpinned when it is left.

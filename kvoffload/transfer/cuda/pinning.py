@@ -15,9 +15,11 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Protocol
+
+import numpy as np
 
 from kvoffload.config import human_bytes
+from kvoffload.transfer.slab import Slab
 
 log = logging.getLogger(__name__)
 
@@ -31,23 +33,21 @@ PAUSES_S = (0.05, 0.1, 0.2, 0.4, 0.8, 1.6)
 or a shortage of memory."""
 
 
-class Pinnable(Protocol):
-    """Host memory in one piece."""
+class LentView:
+    """Memory of a server, as one that can be pinned."""
 
-    @property
-    def name(self) -> str:
-        """What it is, for the log."""
-        ...
+    name = "the server's memory"
 
-    @property
-    def address(self) -> int: ...
-
-    @property
-    def num_bytes(self) -> int: ...
+    def __init__(self, memory: memoryview) -> None:
+        self._bytes = np.frombuffer(memory, np.int8)
+        self.address = self._bytes.ctypes.data
+        self.num_bytes = len(self._bytes)
 
     def populate(self, start: int, length: int) -> bool:
-        """Let the kernel allocate a part; False if it will do so at the first use."""
-        ...
+        return False  # it is the server's, and another thread maps what it has
+
+
+Pinnable = Slab | LentView
 
 
 class Pinning:
@@ -184,6 +184,30 @@ class Pinning:
         self._thread.join(CLOSE_TIMEOUT_S if timeout_s is None else timeout_s)
         if self._thread.is_alive():  # it keeps the memory, so nothing is freed too early
             log.warning("host memory is still pinned after %.0f s; left alone", CLOSE_TIMEOUT_S)
+
+
+class LentPinning(Pinning):
+    """Loads from memory of a server do not wait until it is pinned: they are slower before.
+
+    It is pinned as far as loads have reached. Pinning the rest would take memory from the system,
+    on this engine's account, that the server has not used yet.
+    """
+
+    takes_batches = True
+    _used_bytes = 0
+
+    def use(self, end: int) -> None:
+        """Let it be pinned up to here."""
+        with self._progress:
+            if end > self._used_bytes:
+                self._used_bytes = end
+                self._progress.notify_all()
+
+    def _is_used(self, start: int) -> bool:
+        return start < self._used_bytes
+
+    def is_settled(self, end: int) -> bool:
+        return True
 
 
 def numa_node_of(pci_address: str, devices: Path = Path("/sys/bus/pci/devices")) -> int | None:

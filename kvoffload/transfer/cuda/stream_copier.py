@@ -20,9 +20,10 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from kvoffload.config import human_bytes
+from kvoffload.io.lent_memory import LentMemory
 from kvoffload.messages import CanonicalKVCaches
 from kvoffload.timed_queue import next_within
-from kvoffload.transfer.base import CopyFence, Fence, ForeignMemory
+from kvoffload.transfer.base import CopyFence, Fence
 from kvoffload.transfer.cuda.call_watch import CallWatch
 from kvoffload.transfer.cuda.copies import Copies
 from kvoffload.transfer.cuda.copy_plan import MOST_COPIES, CopyPlan, blocks_of, in_bytes
@@ -424,7 +425,7 @@ class StreamCopier:
     def can_borrow(self) -> bool:
         return self._device.can_pin_lent()
 
-    def launch_from(self, memory: ForeignMemory, moves: Moves, after: Fence) -> CopyFence:
+    def launch_from(self, memory: LentMemory, moves: Moves, after: Fence) -> CopyFence:
         check_within(memory.bytes, moves, self._layout)
         lent = self._device.lent(memory, self._plan.host_end(moves))
         return self._launch(moves, 1, lent, False, after)

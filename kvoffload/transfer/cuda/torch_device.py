@@ -12,12 +12,18 @@ import numpy as np
 import torch
 
 from kvoffload.config import human_bytes
+from kvoffload.io.lent_memory import LentMemory
 from kvoffload.messages import CanonicalKVCaches
-from kvoffload.transfer.base import ForeignMemory
 from kvoffload.transfer.cuda.copies import Copies
 from kvoffload.transfer.cuda.device import BlockTable, Event, HostMemory, Part, Stream
 from kvoffload.transfer.cuda.driver import Driver
-from kvoffload.transfer.cuda.pinning import CLOSE_TIMEOUT_S, Pinning, numa_node_of
+from kvoffload.transfer.cuda.pinning import (
+    CLOSE_TIMEOUT_S,
+    LentPinning,
+    LentView,
+    Pinning,
+    numa_node_of,
+)
 from kvoffload.transfer.slab import Slab
 
 log = logging.getLogger(__name__)
@@ -65,44 +71,6 @@ class CudaStream:
 
     def synchronize(self) -> None:
         self.torch.synchronize()
-
-
-class LentView:
-    """Memory of a server, as one that can be pinned."""
-
-    name = "the server's memory"
-
-    def __init__(self, memory: memoryview) -> None:
-        self._bytes = np.frombuffer(memory, np.int8)
-        self.address = self._bytes.ctypes.data
-        self.num_bytes = len(self._bytes)
-
-    def populate(self, start: int, length: int) -> bool:
-        return False  # it is the server's, and another thread maps what it has
-
-
-class LentPinning(Pinning):
-    """Loads from memory of a server do not wait until it is pinned: they are slower before.
-
-    It is pinned as far as loads have reached. Pinning the rest would take memory from the system,
-    on this engine's account, that the server has not used yet.
-    """
-
-    takes_batches = True
-    _used_bytes = 0
-
-    def use(self, end: int) -> None:
-        """Let it be pinned up to here."""
-        with self._progress:
-            if end > self._used_bytes:
-                self._used_bytes = end
-                self._progress.notify_all()
-
-    def _is_used(self, start: int) -> bool:
-        return start < self._used_bytes
-
-    def is_settled(self, end: int) -> bool:
-        return True
 
 
 class CudaDevice:
@@ -160,7 +128,7 @@ class CudaDevice:
         self._driver.enter_thread()
         self._driver.register(address, length, is_read_only)
 
-    def lent(self, memory: ForeignMemory, end: int) -> LentPinning:
+    def lent(self, memory: LentMemory, end: int) -> LentPinning:
         view = LentView(memory.bytes)
         with self._lending:
             pinning = self._lent.get(view.address)
