@@ -33,8 +33,7 @@ class PresenceCache:
     Args:
         ask: called on the engine's thread when there are new questions; must return at once.
         timeout_s: how long a key may stay at None.
-        present_s: how long a True is believed.
-        absent_s: how long a False is believed.
+        answer_s: how long an answer is believed, whatever it is.
         clock: seconds, monotonic.
     """
 
@@ -42,14 +41,12 @@ class PresenceCache:
         self,
         ask: Callable[[], None],
         timeout_s: float,
-        present_s: float,
-        absent_s: float,
+        answer_s: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._ask = ask
         self._timeout_s = timeout_s
-        self._present_s = present_s
-        self._absent_s = absent_s
+        self._answer_s = answer_s
         self._clock = clock
         self._entries: dict[bytes, PresenceEntry] = {}
         self._questions: list[bytes] = []
@@ -97,7 +94,7 @@ class PresenceCache:
 
     def set(self, key: bytes, present: bool) -> None:
         """Note that a chunk was written, found, or found missing."""
-        self._put(key, present, self._present_s if present else self._absent_s)
+        self._put(key, present, self._answer_s)
 
     def _put(self, key: bytes, present: bool | None, seconds: float) -> None:
         while len(self._entries) >= MAX_ENTRIES:

@@ -232,7 +232,7 @@ class RemoteTier:
         self.is_listed, self.is_shared = has_index, is_shared
         with self._lock:
             if not has_index and self._relayed is None:
-                self._cache = PresenceCache(self._ask, self.lookup_timeout_s, ANSWER_S, ANSWER_S)
+                self._cache = PresenceCache(self._ask, self.lookup_timeout_s, ANSWER_S)
         self.is_open = True
 
     def refused(self) -> None:

@@ -14,7 +14,7 @@ class World:
     def __init__(self):
         self.now = 100.0
         self.asked = 0
-        self.presence = PresenceCache(self.ask, 0.25, 5.0, 1.0, clock=lambda: self.now)
+        self.presence = PresenceCache(self.ask, 0.25, 1.0, clock=lambda: self.now)
 
     def ask(self):
         self.asked += 1
@@ -48,7 +48,7 @@ def test_memory_is_bounded_and_the_oldest_go_first(world, monkeypatch):
 
 def test_two_threads_may_use_it_at_once():
     """One asks and forgets, one answers and notes what was stored: nothing ever raises."""
-    presence = PresenceCache(lambda: None, 60.0, 60.0, 60.0)
+    presence = PresenceCache(lambda: None, 60.0, 60.0)
     keys = [b"%d" % i for i in range(500)]
     stop, failures = threading.Event(), []
 

@@ -340,7 +340,7 @@ class AskedTier:
         self._num_ranks = num_ranks
         self._timeout_s = timeout_s
         self._clock = clock
-        self._cache = PresenceCache(self._note_question, timeout_s, ANSWER_S, ANSWER_S, clock)
+        self._cache = PresenceCache(self._note_question, timeout_s, ANSWER_S, clock)
         self.has_questions = False
         """Whether :meth:`take_question` has something to return."""
         self._open: dict[int, _Open] = {}
