@@ -8,7 +8,7 @@ import statistics
 import time
 from collections.abc import Mapping, Sequence
 
-from kvoffload.backends.admin import Finding
+from kvoffload.backends.admin import Finding, first_of
 from kvoffload.backends.redis.admin import Operator, count_of
 from kvoffload.backends.redis.connection import Address, Connection, Lost
 from kvoffload.backends.redis.discovery import ask, masters
@@ -152,7 +152,7 @@ def _check_rights(connection: Connection) -> Finding:
 
 
 def _check_info(info: Mapping[str, str]) -> list[Finding]:
-    """Return the first row that applies of each check."""
+    """Check what the server tells of itself."""
 
     def number(name: str) -> int:
         return count_of(info.get(name, ""))
@@ -164,38 +164,46 @@ def _check_info(info: Mapping[str, str]) -> list[Finding]:
     policy = info.get("maxmemory_policy", "noeviction")
     limited = f"maxmemory {human_bytes(limit)}, {policy}"
     memory = f"{human_bytes(used)} used, {number('evicted_keys'):,} keys evicted so far"
-    rows: tuple[tuple[object, Finding], ...] = (
-        (valkey, Finding("version", "ok", f"Valkey {info.get('valkey_version', version)}")),
-        (numbers < OLDEST, Finding("version", "failed", f"Redis {version}",
-            "needs 6.2 or newer: it lacks GETEX")),
-        (True, Finding("version", "ok", f"Redis {version}")),
-        (role != "master", Finding("role", "failed", "a read-only replica",
-            "give the master's address, or Sentinels")),
-        (True, Finding("role", "ok", f"master, {number('connected_slaves')} replicas")),
-        (not limit, Finding("policy", "warning",
-            "no memory limit: it grows until the kernel ends it",
-            "CONFIG SET maxmemory <bytes>, maxmemory-policy allkeys-lru")),
-        (policy == "noeviction", Finding("policy", "warning", limited,
-            "a full server refuses every store; allkeys-lru (or volatile-lru if shared) evicts")),
-        (policy.endswith("random"), Finding("policy", "warning", limited,
-            "lru or lfu keeps the used chunks; random does not")),
-        (True, Finding("policy", "ok", limited)),
-        (max(limit, used) > 0.8 * system > 0, Finding("memory", "warning",
-            f"{memory}, of {human_bytes(system)}",
-            "leave a fifth of the machine's memory for buffers, forks and fragmentation")),
-        (True, Finding("memory", "ok", memory)),
-        (number("aof_enabled"), Finding("persistence", "warning", "appendonly is on",
-            "a cache needs no append-only file, which writes every chunk to disk; appendonly no")),
-        (number("rdb_saves") or number("latest_fork_usec"),
-            Finding("persistence", "warning", "the server takes snapshots",
-            "each snapshot forks and may double the memory used; save ''")),
-        (True, Finding("persistence", "ok", "none seen")),
-    )  # fmt: skip
-    found: dict[str, Finding] = {}
-    for applies, finding in rows:
-        if applies:
-            found.setdefault(finding.check, finding)
-    return list(found.values())
+    return [
+        first_of(
+            "version",
+            (valkey, "ok", f"Valkey {info.get('valkey_version', version)}", ""),
+            (numbers < OLDEST, "failed", f"Redis {version}",
+             "needs 6.2 or newer: it lacks GETEX"),
+            (True, "ok", f"Redis {version}", ""),
+        ),
+        first_of(
+            "role",
+            (role != "master", "failed", "a read-only replica",
+             "give the master's address, or Sentinels"),
+            (True, "ok", f"master, {number('connected_slaves')} replicas", ""),
+        ),
+        first_of(
+            "policy",
+            (not limit, "warning", "no memory limit: it grows until the kernel ends it",
+             "CONFIG SET maxmemory <bytes>, maxmemory-policy allkeys-lru"),
+            (policy == "noeviction", "warning", limited,
+             "a full server refuses every store; allkeys-lru (or volatile-lru if shared) evicts"),
+            (policy.endswith("random"), "warning", limited,
+             "lru or lfu keeps the used chunks; random does not"),
+            (True, "ok", limited, ""),
+        ),
+        first_of(
+            "memory",
+            (max(limit, used) > 0.8 * system > 0, "warning", f"{memory}, of {human_bytes(system)}",
+             "leave a fifth of the machine's memory for buffers, forks and fragmentation"),
+            (True, "ok", memory, ""),
+        ),
+        first_of(
+            "persistence",
+            (number("aof_enabled"), "warning", "appendonly is on",
+             "a cache needs no append-only file, which writes every chunk to disk; appendonly no"),
+            (number("rdb_saves") or number("latest_fork_usec"), "warning",
+             "the server takes snapshots",
+             "each snapshot forks and may double the memory used; save ''"),
+            (True, "ok", "none seen", ""),
+        ),
+    ]  # fmt: skip
 
 
 def _is_local(address: Address) -> bool:
