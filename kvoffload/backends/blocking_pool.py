@@ -11,6 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
+from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 
@@ -289,16 +290,17 @@ async def run_once(work: Callable[..., T], *args: Any) -> T:
 def begin_once(work: Callable[..., T], *args: Any) -> Future[T]:
     """Begin one blocking call on a daemon thread of its own, and return its future."""
     future: Future[T] = Future()
-
-    def perform() -> None:
-        if future.set_running_or_notify_cancel():
-            try:
-                future.set_result(work(*args))
-            except BaseException as error:
-                future.set_exception(error)
-
-    start_once(perform)
+    start_once(partial(perform, future, work, *args))
     return future
+
+
+def perform(future: Future[T], work: Callable[..., T], *args: Any) -> None:
+    """Do the call of a future, on a thread, unless the future was cancelled."""
+    if future.set_running_or_notify_cancel():
+        try:
+            future.set_result(work(*args))
+        except BaseException as error:
+            future.set_exception(error)
 
 
 def start_once(work: Callable[[], None]) -> None:

@@ -11,8 +11,11 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, Future
+from functools import partial
 from queue import SimpleQueue
 from typing import Any, TypeVar
+
+from kvoffload.backends.blocking_pool import perform
 
 T = TypeVar("T")
 
@@ -126,14 +129,6 @@ class DaemonThreads(Executor):
 
     def submit(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> Future[T]:
         future: Future[T] = Future()
-
-        def perform() -> None:
-            if future.set_running_or_notify_cancel():
-                try:
-                    future.set_result(fn(*args, **kwargs))
-                except BaseException as error:
-                    future.set_exception(error)
-
         with self._lock:
             if self._is_closed:
                 raise RuntimeError("closed")
@@ -147,7 +142,8 @@ class DaemonThreads(Executor):
                     self._begun.pop()
                     if not number:
                         raise
-            self._queue.put(perform)  # last: after an error the caller's memory is not used
+            # Last: after an error the caller's memory is not used.
+            self._queue.put(partial(perform, future, partial(fn, *args, **kwargs)))
         return future
 
     def all_busy_for(self, seconds: float) -> bool:
@@ -164,8 +160,8 @@ class DaemonThreads(Executor):
                 self._queue.put(None)
 
     def _serve(self, number: int) -> None:
-        while (perform := self._queue.get()) is not None:
+        while (call := self._queue.get()) is not None:
             self._begun[number] = time.monotonic()
-            perform()
+            call()
             self._begun[number] = None
-            del perform  # it would keep a chunk's memory referenced until the next call
+            del call  # it would keep a chunk's memory referenced until the next one
