@@ -63,10 +63,22 @@ def read_key(path: str, context: str) -> bytes | None:
     if is_guessable(secret, MIN_SECRET_BYTES):
         remedy = f"needs at least {MIN_SECRET_BYTES} random bytes: openssl rand -hex 32"
         raise ConfigError("secret_file", path, remedy)
+    return derived(secret, context)
+
+
+def derived(secret: bytes, context: str) -> bytes:
+    """Return 32 bytes for one use of a secret, which reveal nothing of it."""
     import blake3
 
-    derived: bytes = blake3.blake3(secret, derive_key_context=context).digest()
-    return derived
+    digest: bytes = blake3.blake3(secret, derive_key_context=context).digest()
+    return digest
+
+
+def refuse_with_encryption(secret_file: str) -> None:
+    """Refuse a secret together with ``encryption``; raises ConfigError."""
+    if secret_file:
+        remedy = "encrypted chunks are authenticated by their key: leave this out"
+        raise ConfigError("secret_file", secret_file, remedy)
 
 
 def is_guessable(secret: bytes | str, min_length: int) -> bool:

@@ -11,6 +11,7 @@ from kvoffload.backends.folder.inspection import inspected
 from kvoffload.backends.folder.options import FolderOptions
 from kvoffload.backends.folder.seal import read_secret
 from kvoffload.backends.key_files import ENCRYPTION, read_encryption, without
+from kvoffload.backends.secret_files import refuse_with_encryption
 from kvoffload.config import convert
 
 T = TypeVar("T")
@@ -34,7 +35,7 @@ class FolderAdmin(DiskAdmin):
         self._signature = read_secret(self._options.secret_file)
         self._encryption = {name: given[name] for name in given if name == ENCRYPTION}
         if (cipher := read_encryption(given)) is not None:
-            self._options.refuse_secret()
+            refuse_with_encryption(self._options.secret_file)
         self._cipher = cipher
 
     async def diagnose(self) -> list[Finding]:

@@ -46,6 +46,7 @@ from kvoffload.backends.frames import Frames
 from kvoffload.backends.header import ALIGNED_BYTES, check_key, namespace_digest
 from kvoffload.backends.log_rate import Throttle
 from kvoffload.backends.seals import Seal
+from kvoffload.backends.secret_files import refuse_with_encryption
 from kvoffload.config import human_bytes
 from kvoffload.errors import ConfigError
 
@@ -131,7 +132,7 @@ class FolderBackend(AsyncChunkBackend):
         Raises:
             ConfigError: there is a ``secret_file`` as well.
         """
-        self._options.refuse_secret()
+        refuse_with_encryption(self._options.secret_file)
         self._frames.seal = seal
 
     @staticmethod

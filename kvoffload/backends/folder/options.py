@@ -50,9 +50,3 @@ class FolderOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
         check_share(self.tenant_share)
         if self.secret_file:
             check_extra("secret_file", self.secret_file)
-
-    def refuse_secret(self) -> None:
-        """Refuse a secret together with ``encryption``; raises ConfigError."""
-        if self.secret_file:
-            remedy = "encrypted chunks are authenticated by their key: leave this out"
-            raise ConfigError("secret_file", self.secret_file, remedy)

@@ -18,7 +18,7 @@ from kvoffload.backends.header import (
     Header,
 )
 from kvoffload.backends.seals import ChecksumSeal, fault_by_check
-from kvoffload.backends.secret_files import exposure, read_key
+from kvoffload.backends.secret_files import derived, exposure, read_key
 
 log = logging.getLogger(__name__)
 
@@ -36,7 +36,7 @@ class SecretSeal:
     def __init__(self, secret: bytes) -> None:
         self._secret = secret
         self._plain = ChecksumSeal()
-        self.suffix = f"+mac-{_fingerprint(secret)}"
+        self.suffix = f"+mac-{derived(secret, 'kvoffload folder key id v1')[:8].hex()}"
         """The end of the name of each namespace of engines with this secret."""
 
     def pack(
@@ -97,15 +97,6 @@ class _Code:
 
     def is_whole(self) -> bool:
         return hmac.compare_digest(self.digest(), self._wanted)
-
-
-def _fingerprint(secret: bytes) -> str:
-    """Return a name of the secret that does not reveal it."""
-    import blake3
-
-    context = "kvoffload folder key id v1"
-    name: str = blake3.blake3(secret, derive_key_context=context).hexdigest()
-    return name[:16]
 
 
 def read_secret(file: str) -> SecretSeal | None:

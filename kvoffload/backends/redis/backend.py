@@ -44,9 +44,8 @@ from kvoffload.backends.redis.options import KEY_CONTEXT, Access, RedisOptions, 
 from kvoffload.backends.redis.sealer import Sealer
 from kvoffload.backends.redis.topology import Topology
 from kvoffload.backends.seals import Seal
-from kvoffload.backends.secret_files import read_key
+from kvoffload.backends.secret_files import read_key, refuse_with_encryption
 from kvoffload.backends.threaded import ThreadPoolBackend
-from kvoffload.errors import ConfigError
 
 log = logging.getLogger(__name__)
 
@@ -112,9 +111,7 @@ class RedisBackend(ThreadPoolBackend, RedisAdmin):
         Raises:
             ConfigError: there is a ``secret_file`` as well.
         """
-        if self._options.secret_file:
-            remedy = "encrypted values are authenticated by their key: leave this out"
-            raise ConfigError("secret_file", self._options.secret_file, remedy)
+        refuse_with_encryption(self._options.secret_file)
         self._sealer = Sealer(namespace_digest(self._namespace), None, seal)
 
     def __repr__(self) -> str:

@@ -9,6 +9,7 @@ import hmac
 
 from kvoffload.backends.header import OTHER_VERSION, parse_header
 from kvoffload.backends.seals import ChecksumSeal, Seal
+from kvoffload.backends.secret_files import derived
 
 MAC_BYTES = 32
 ENCRYPTED = "gcm"
@@ -70,7 +71,4 @@ def _scheme(secret: bytes | None) -> str:
     """Return ``xxh3``, or ``mac-`` with a fingerprint of the secret that does not reveal it."""
     if secret is None:
         return "xxh3"
-    import blake3
-
-    derived = blake3.blake3(secret, derive_key_context="kvoffload redis key id v1")
-    return f"mac-{derived.hexdigest()[:16]}"
+    return f"mac-{derived(secret, 'kvoffload redis key id v1')[:8].hex()}"
