@@ -4,7 +4,7 @@ This module is the asynchronous face. ``store`` keeps the chunks, in one of two 
 ``files`` has one each: ``paths`` and ``shards`` name them, and ``chunk_file`` reads and writes one.
 ``slots`` has many small chunks in a ``segment``; ``segments`` knows which chunk is where,
 ``descriptors`` has a few of their files open, and ``chunk_slot`` reads and writes one. Of both,
-``page_cache`` asks the kernel what it has, and ``cache_room`` judges whether stores may fill it.
+``file_calls`` asks what the page cache has, and ``cache_room`` judges whether stores may fill it.
 ``index`` knows which exist, ``space`` makes room, and a ``reservation`` has that of a job. ``root``
 opens the folder, whose processes share ``quota``, ``locks`` and ``limits``. ``housekeeper`` works
 in the background; its ``scanner`` compares the index with the folders.

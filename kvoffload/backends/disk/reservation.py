@@ -53,4 +53,4 @@ class Reservation:
         """Release what no store used. No store may follow."""
         for rooms in self._rooms.values():
             while rooms:
-                self._space.give_back(rooms.pop())
+                self._space.cancel(*rooms.pop())

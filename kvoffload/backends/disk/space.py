@@ -178,10 +178,6 @@ class Space:
                     return True
         return False
 
-    def give_back(self, room: "Room") -> None:
-        """Release a reservation that no store used, and free the place that came with it."""
-        self.cancel(room.allocated_bytes, room.spare)
-
     def cancel(self, allocated_bytes: int, draft: Draft | None) -> None:
         """Free the place of a chunk that was not stored, and release its reservation."""
         if draft is None or draft.drop():

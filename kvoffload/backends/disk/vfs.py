@@ -9,7 +9,7 @@ import struct
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 
-from kvoffload.backends.disk import holes, page_cache
+from kvoffload.backends.disk import file_calls
 
 Buffers = Sequence[bytes | bytearray | memoryview]
 
@@ -27,10 +27,10 @@ class Vfs:
     preadv = staticmethod(os.preadv)
     pwritev = staticmethod(os.pwritev)
     fsync = staticmethod(os.fsync)
-    is_cached = staticmethod(page_cache.is_cached)
-    punch = staticmethod(holes.punch)
-    bypass_cache = staticmethod(page_cache.bypass)
-    start_writeback = staticmethod(page_cache.start_writeback)
+    is_cached = staticmethod(file_calls.is_cached)
+    punch = staticmethod(file_calls.punch)
+    bypass_cache = staticmethod(file_calls.bypass)
+    start_writeback = staticmethod(file_calls.start_writeback)
 
     def __init__(self) -> None:
         self.root_fd = -1

@@ -16,7 +16,7 @@ from disk_parts import ON_DISK, SIZE, open_disk, write
 from kvoffload.backends import blocking_pool
 from kvoffload.backends.base import ReadResult
 from kvoffload.backends.disk import backend as disk_backend
-from kvoffload.backends.disk import cache_room, page_cache
+from kvoffload.backends.disk import cache_room, file_calls
 from kvoffload.testing import payload_of
 from kvoffload.testing.backends import filled, keys_of, slots
 from tests.support.kernel_files import GIB
@@ -153,18 +153,18 @@ def test_an_old_kernel_is_asked_by_another_call(tmp_path, monkeypatch):
     path = tmp_path / "file"
     path.write_bytes(os.urandom(SIZE - 100))
     with open(path, "rb") as file:
-        by_cachestat = page_cache.is_cached(file.fileno(), SIZE - 100)
-        monkeypatch.setattr(page_cache._quick, "syscall", forbidden, raising=False)
-        assert page_cache.is_cached(file.fileno(), SIZE - 100) == by_cachestat
+        by_cachestat = file_calls.is_cached(file.fileno(), SIZE - 100)
+        monkeypatch.setattr(file_calls._quick, "syscall", forbidden, raising=False)
+        assert file_calls.is_cached(file.fileno(), SIZE - 100) == by_cachestat
         os.fsync(file.fileno())
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-        cold = page_cache.is_cached(file.fileno(), SIZE - 100)
+        cold = file_calls.is_cached(file.fileno(), SIZE - 100)
         monkeypatch.undo()
-        assert page_cache.is_cached(file.fileno(), SIZE - 100) == cold
+        assert file_calls.is_cached(file.fileno(), SIZE - 100) == cold
     with pytest.raises(OSError, match="Bad file descriptor"):
-        page_cache.is_cached(-1, SIZE)
+        file_calls.is_cached(-1, SIZE)
     with pytest.raises(OSError, match="Bad file descriptor"):
-        page_cache.start_writeback(-1)
+        file_calls.start_writeback(-1)
 
 
 class ThreadsVfs(CountingVfs):

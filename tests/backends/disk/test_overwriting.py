@@ -238,7 +238,7 @@ async def test_what_a_job_reserved_and_did_not_use_is_released(tmp_path, is_full
     reservation = Reservation(space, [SIZE] * 8)
     room = reservation.take(SIZE)
     assert quota.refresh() == (128 if is_full else 16) * ON_DISK
-    space.give_back(room)
+    space.cancel(*room)
     assert not reservation.is_used_up
     reservation.close()
     assert temporaries(tmp_path) == []

@@ -1,6 +1,7 @@
-"""The page cache: what it has of a file, and when the kernel writes it. Python lacks the calls."""
+"""Calls of the kernel that Python lacks: what the page cache has of a file, writeback, holes."""
 
 import ctypes
+import errno
 import fcntl
 import mmap
 import os
@@ -11,6 +12,7 @@ _HEAD_BYTES = 64 << 10
 """The kernel counts page by page, 78 µs for 2 MiB, and drops the pages of a file in their order."""
 _WRITE = 2  # SYNC_FILE_RANGE_WRITE
 _PROT_READ, _MAP_SHARED = 1, 1
+_PUNCH_HOLE, _KEEP_SIZE = 2, 1
 _FAILED = ctypes.c_void_p(-1).value
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -71,6 +73,15 @@ def start_writeback(fd: int) -> None:
     """Begin to write a file's changed pages, so that they do not gather; raises OSError."""
     whole = ctypes.c_int64(0), ctypes.c_int64(0)
     if _libc.sync_file_range(fd, *whole, ctypes.c_uint(_WRITE)):
+        raise _error()
+
+
+def punch(fd: int, offset: int, length: int) -> None:
+    """Free the blocks of a part of a file, which then reads as zeros; raises OSError."""
+    if not hasattr(_libc, "fallocate"):  # only Linux has it
+        raise OSError(errno.ENOTSUP, os.strerror(errno.ENOTSUP))
+    place = ctypes.c_int64(offset), ctypes.c_int64(length)
+    if _libc.fallocate(fd, _PUNCH_HOLE | _KEEP_SIZE, *place):
         raise _error()
 
 
