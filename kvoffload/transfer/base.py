@@ -18,8 +18,8 @@ class Fence(Protocol):
         """Whether all work before it is done; never blocks."""
         ...
 
-    def wait(self, timeout_s: float | None = None) -> bool:
-        """Block until it is done; False if ``timeout_s`` passed first."""
+    def wait(self) -> None:
+        """Block until it is done."""
         ...
 
     @property
@@ -41,9 +41,9 @@ class CopyFence:
     def done(self) -> bool:
         return self._is_reached
 
-    def wait(self, timeout_s: float | None = None) -> bool:
+    def wait(self) -> None:
         with self._changed:
-            return self._is_reached or self._changed.wait_for(self.done, timeout_s)
+            self._changed.wait_for(self.done)
 
     @property
     def copy_time_s(self) -> float:

@@ -19,6 +19,7 @@ from kvoffload.transfer.cuda.stream_copier import StreamCopier
 from kvoffload.transfer.factory import make_copier
 from kvoffload.transfer.layout import ChunkLayout
 from kvoffload.transfer.slab import Slab
+from tests.support.fence_ends import ends
 from tests.support.interleavings import (
     NUM_SLOTS,
     PER_CHUNK,
@@ -97,7 +98,7 @@ def test_a_round_trip_restores_every_byte(seed, triton, batches):
     ) as copier:
         before = [entry.tensor.clone() for entry in caches.tensors]
         stored = copier.launch(moves, True, copier.record_fence())
-        assert stored.wait(60)
+        assert ends(stored)
         assert stored.error is None
         for chunk in moves:
             for region in layout.regions[chunk.group_idx]:
@@ -105,7 +106,7 @@ def test_a_round_trip_restores_every_byte(seed, triton, batches):
                     torch.from_numpy(chunk.block_ids).long()
                 ] = 0
         loaded = copier.launch(moves, False, copier.record_fence())
-        assert loaded.wait(60)
+        assert ends(loaded)
         assert loaded.error is None
         for entry, expected in zip(caches.tensors, before, strict=True):
             assert torch.equal(entry.tensor, expected), copier.stats()
@@ -178,7 +179,7 @@ def test_a_chunk_that_lies_across_two_registrations_comes_back():
         moves = layout.moves(GPULoadStoreSpec(list(range(20, 6, -1))), [across, across - 1])
         for to_host in (True, False):
             fence = copier.launch(moves, to_host, copier.record_fence())
-            assert fence.wait(60)
+            assert ends(fence)
             assert fence.error is None
             if to_host:
                 for entry in caches.tensors:
@@ -192,7 +193,7 @@ def store_and_load(copier, caches, moves, blocks):
     before = [entry.tensor[blocks].clone() for entry in caches.tensors]
     for to_host in (True, False):
         fence = copier.launch(moves, to_host, copier.record_fence())
-        assert fence.wait(60)
+        assert ends(fence)
         assert fence.error is None
         with torch.inference_mode():
             for entry in caches.tensors if to_host else ():
@@ -239,7 +240,7 @@ def test_a_store_waits_for_the_stream_that_the_engine_uses():
             for page in words(caches, 3):
                 page.fill_(9)
             fence = copier.launch(moves_of(move(1, [3, 4])), True, copier.record_fence())
-        assert fence.wait(60)
+        assert ends(fence)
         assert (slab.rows[1][: caches.tensors[0].page_size_bytes] == [9, *[0] * 7] * 32).all()
 
 
@@ -265,7 +266,7 @@ def test_memory_and_threads_do_not_grow_over_many_transfers():
     def many(count):
         for _ in range(count // AT_ONCE):
             fences = [copier.launch(moves, True, copier.record_fence()) for _ in range(AT_ONCE)]
-            assert all(fence.wait(60) and fence.error is None for fence in fences)
+            assert all(ends(fence) and fence.error is None for fence in fences)
 
     try:
         many(WARM_UP)

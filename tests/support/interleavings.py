@@ -23,6 +23,7 @@ from kvoffload.messages import (
 from kvoffload.transfer.base import Copier, CopiesFromAnywhere, CopyFence
 from kvoffload.transfer.layout import ChunkLayout
 from kvoffload.transfer.slab import Slab
+from tests.support.fence_ends import ends
 from tests.support.lender import Lender
 from tests.support.moves import move, moves_of
 
@@ -137,7 +138,7 @@ class Interleaving:
         for _ in range(steps):
             self._draw.choice(actions)()
         for copy in self._copies:
-            assert copy.fence.wait(WAIT_S), "a copy did not end"
+            assert ends(copy.fence, WAIT_S), "a copy did not end"
         self._poll()
         assert not self._copies, "a copy that was waited for is not done"
         for block in range(NUM_BLOCKS):
@@ -262,7 +263,7 @@ class Interleaving:
     def _write(self, block: int) -> None:
         for copy in self._copies:
             if self.flushes and copy.to_host and block in copy.blocks:
-                assert copy.fence.wait(WAIT_S), "a store did not end"
+                assert ends(copy.fence, WAIT_S), "a store did not end"
         self._versions[block] = self._new_version()
         self.engine.write(block, self._versions[block])
 

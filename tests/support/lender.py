@@ -11,6 +11,7 @@ from kvoffload.messages import CanonicalKVCaches, GPULoadStoreSpec
 from kvoffload.transfer.base import Copier, CopiesFromAnywhere
 from kvoffload.transfer.layout import ChunkLayout
 from kvoffload.transfer.slab import create_shared_memory
+from tests.support.fence_ends import ends
 
 
 class BorrowingCopier(Copier, CopiesFromAnywhere):
@@ -65,7 +66,7 @@ class Lender:
         moves = layout.moves(GPULoadStoreSpec(blocks.ravel()), loan.starts)
         fence = copier.launch_from(loan.memory, moves, copier.record_fence())
         fence.when_reached(loan.end)
-        assert fence.wait(60)
+        assert ends(fence)
         assert fence.error is None
         for mine, start in zip(blocks.tolist(), loan.starts, strict=True):
             for tensor_idx, offset, page_bytes in layout.regions[0]:

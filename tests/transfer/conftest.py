@@ -3,13 +3,12 @@
 import pytest
 import torch
 
-from kvoffload.transfer.cuda import fences, stream_copier
+from kvoffload.transfer.cuda import stream_copier
 
 
 @pytest.fixture
 def one_thread(monkeypatch):
-    """Nor does a wait sleep between two polls: the device runs nothing meanwhile."""
-    monkeypatch.setattr(fences, "POLL_S", 0)
+    """Nor does the launching thread sleep between two polls: the device runs nothing meanwhile."""
     monkeypatch.setattr(stream_copier, "POLL_S", 0)
     before = torch.get_num_threads()
     torch.set_num_threads(1)

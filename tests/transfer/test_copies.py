@@ -21,6 +21,7 @@ from kvoffload.transfer.cpu.copier import CpuCopier
 from kvoffload.transfer.cpu.gather import PagesOfTensor, gathers, scatters
 from kvoffload.transfer.layout import ChunkLayout, check_moves
 from kvoffload.transfer.slab import Slab
+from tests.support.fence_ends import ends
 from tests.support.moves import move, moves_of
 
 NUM_BLOCKS = 24
@@ -67,7 +68,7 @@ def test_a_round_trip_restores_every_byte(pages, padding, per_chunk, data):
         for tensor in caches.tensors:
             tensor.tensor[sorted(touched)] = 0
         fence = copier.launch(moves, to_host=False, after=copier.record_fence())
-        assert fence.wait(10)
+        assert ends(fence)
         assert fence.error is None
     for chunk in moves:
         for region in layout.regions[chunk.group_idx]:
@@ -178,7 +179,7 @@ def test_a_round_trip_restores_every_byte_wherever_tensors_lie(
     with closing(CpuCopier(caches, slab, layout)) as copier:
         before = memory.clone()
         stored = copier.launch(moves, to_host=True, after=copier.record_fence())
-        assert stored.wait(10)
+        assert ends(stored)
         for chunk in moves:
             for region in layout.regions[0]:
                 begin = region.offset + chunk.first * page
@@ -188,7 +189,7 @@ def test_a_round_trip_restores_every_byte_wherever_tensors_lie(
         for tensor in tensors:
             tensor[ids] = 0
         loaded = copier.launch(moves, to_host=False, after=copier.record_fence())
-        assert loaded.wait(10)
+        assert ends(loaded)
         assert (stored.error, loaded.error) == (None, None)
         assert torch.equal(memory, before)
 
@@ -257,7 +258,7 @@ def test_submitting_takes_work_in_proportion_to_the_blocks():
                 fence = copier.launch(moves, to_host, copier.record_fence())
             finally:
                 sys.settrace(before)
-            assert fence.wait(10)
+            assert ends(fence)
             counts[num_blocks, to_host] = len(lines)
         copier.close()
     for to_host in (True, False):

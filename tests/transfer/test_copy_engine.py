@@ -17,6 +17,7 @@ from kvoffload.transfer.cuda.copies import Copies
 from kvoffload.transfer.cuda.stream_copier import StreamCopier
 from kvoffload.transfer.layout import ChunkLayout
 from kvoffload.transfer.slab import Slab
+from tests.support.fence_ends import ends
 from tests.support.late_device import LateDevice
 
 PAGE, CHUNKS = 4096, 256
@@ -74,7 +75,7 @@ def test_a_small_copy_waits_for_two_batches_at_most(to_host, direct_page_bytes, 
         before = device.copied_bytes
         device.engine.enqueue(lambda before=before: waited.append(device.copied_bytes - before))
         device.engine.synchronize()
-    assert copy.wait(10)
+    assert ends(copy)
     copier.close()
     assert max(waited) <= 2 * BATCH_BYTES
     assert device.copied_bytes == CHUNKS * PAGE

@@ -22,6 +22,7 @@ from kvoffload.transfer.cuda.stream_copier import StreamCopier
 from kvoffload.transfer.cuda.torch_device import CudaDevice
 from kvoffload.transfer.layout import ChunkLayout
 from kvoffload.transfer.slab import Slab
+from tests.support.fence_ends import ends
 
 NUM_BLOCKS = 32
 PORTION = 3 * 4096
@@ -57,7 +58,7 @@ def store_and_load(copier, caches, moves, blocks):
     before = [entry.tensor.clone() for entry in caches.tensors]
     for to_host in (True, False):
         fence = copier.launch(moves, to_host, copier.record_fence())
-        assert fence.wait(10)
+        assert ends(fence)
         assert fence.error is None
         with torch.inference_mode():
             for entry in caches.tensors if to_host else ():
@@ -186,10 +187,10 @@ def test_a_copy_that_waits_for_pinning_goes_on_without_when_the_copier_is_closed
     moves = layout.moves(GPULoadStoreSpec([5]), [7])
     fence = copier.launch(moves, True, copier.record_fence())
     assert registers.wait(10)
-    assert not fence.wait(0.05)
+    assert not ends(fence, 0.05)
     closes = threading.Thread(target=copier.close)
     closes.start()
-    assert fence.wait(10)
+    assert ends(fence)
     assert np.array_equal(slab.rows[7][:512], caches.tensors[0].tensor[5].numpy())
     goes_on.set()
     closes.join(10)
@@ -226,7 +227,7 @@ def test_memory_that_cannot_be_pinned_is_used_as_it_is_and_told(cuda, monkeypatc
     cuda.refuse_after = 5 * 4096
     with copying(triton=False) as (copier, _, layout):
         moves = layout.moves(GPULoadStoreSpec([5, 9, 2]), [0, 4, 7])
-        assert copier.launch(moves, True, copier.record_fence()).wait(10)
+        assert ends(copier.launch(moves, True, copier.record_fence()))
         assert copier.stats()["pinned_bytes"] == 3 * 4096
     assert "only 12.0 KiB of 32.0 KiB could be pinned" in caplog.text
     assert "RLIMIT_MEMLOCK is" in caplog.text

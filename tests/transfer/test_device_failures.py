@@ -11,6 +11,7 @@ from kvoffload.transfer.cpu.copier import CpuCopier
 from kvoffload.transfer.cuda import direction, stream_copier
 from kvoffload.transfer.cuda.direction import STAGES, TABLES
 from kvoffload.transfer.cuda.stream_copier import StreamCopier
+from tests.support.fence_ends import ends
 from tests.support.interleavings import NUM_SLOTS, small_parts, words
 from tests.support.late_device import LateDevice, LateStream
 from tests.support.moves import move, moves_of
@@ -87,7 +88,7 @@ class Parts:
     def store(self, slot, blocks):
         """Store blocks and wait; returns the fence's error."""
         fence = self.launch(slot, blocks)
-        assert fence.wait(10)
+        assert ends(fence)
         return fence.error
 
 
@@ -122,7 +123,7 @@ def test_a_transfer_whose_end_cannot_be_marked_fails_when_its_copies_have_ended(
     for page in words(parts.caches, 1):
         page.fill_(7)
     fence = parts.launch(0, [1, 2])
-    assert fence.wait(10)
+    assert ends(fence)
     assert str(fence.error) == ("no copy" if copy_fails else "no event")
     # The slot has another owner now: a copy that still ran would write there.
     slot[:] = 5
@@ -168,7 +169,7 @@ def test_kernels_of_a_load_that_failed_do_not_read_the_table_of_a_later_one(monk
             device.refused_event = nth
             fences = [parts.launch(i, [2 * i, 2 * i + 1], False, early) for i in range(2)]
             fences.append(parts.launch(2, [4, 5], False, late))
-        assert all(fence.wait(10) for fence in fences)
+        assert all(ends(fence) for fence in fences)
         assert [str(fence.error) for fence in fences] == ["no event", "None", "None"]
         device.run_all()
         assert found == [0] * 20
@@ -178,7 +179,7 @@ def test_kernels_of_a_load_that_failed_do_not_read_the_table_of_a_later_one(monk
 
 def test_no_table_is_made_while_transfers_run(parts):
     fences = [parts.launch(i % NUM_SLOTS, [i % 20, 21], i % 2 == 0) for i in range(3 * TABLES)]
-    assert all(fence.wait(10) and fence.error is None for fence in fences)
+    assert all(ends(fence) and fence.error is None for fence in fences)
     assert len(parts.device.tables) == 2 * TABLES
 
 
@@ -188,26 +189,12 @@ def test_the_kernels_of_every_part_are_prepared_when_a_copier_is_made(parts):
     assert staged == set(parts.layout.regions[0])
 
 
-def test_a_wait_for_the_engines_work_ends_when_its_time_is_over(parts):
-    device = parts.device
-
-    def stand_still():
-        device.engine.work.appendleft(stand_still)
-
-    device.engine.enqueue(stand_still)
-    fence = parts.copier.record_fence()
-    assert not fence.wait(timeout_s=0.05)
-    device.engine.work.popleft()
-    assert fence.wait(timeout_s=10)
-    assert fence.wait()
-
-
 def test_a_thread_that_cannot_enter_the_device_fails_its_transfers_and_nothing_waits_for_ever():
     parts = Parts(UnenteredDevice)
     try:
         for to_host in (True, False):
             fence = parts.launch(0, [1, 2], to_host)
-            assert fence.wait(10)
+            assert ends(fence)
             assert str(fence.error) == "no context"
         # The device is asked again for each transfer: what kept the thread out may pass.
         parts.device.refusals = 0
@@ -269,7 +256,7 @@ def test_with_little_device_memory_less_is_staged_and_told(monkeypatch, caplog, 
                 page.fill_(block)
         assert parts.store(3, [1, 2]) is None
         loaded = parts.launch(3, [5, 6], to_host=False)
-        assert loaded.wait(10)
+        assert ends(loaded)
         assert [page[0] for block in (5, 6) for page in words(parts.caches, block)] == [
             1,
             1,

@@ -40,22 +40,22 @@ def fence():
 def test_the_engines_fence_is_done_when_its_event_is_passed():
     event = Event()
     fence = EngineFence(event)
-    assert (fence.done(), fence.wait(0.0), fence.wait(0.02)) == (False, False, False)
+    assert not fence.done()
     assert not event.synchronized
     event.passed = True
-    assert (fence.done(), fence.wait(0.0), fence.wait(10.0)) == (True, True, True)
-    assert fence.wait()
+    assert fence.done()
+    fence.wait()
     assert event.synchronized
     assert fence.error is None
 
 
 def test_a_thread_reaches_a_fence_with_the_time_of_its_copies():
     fence = CopyFence()
-    assert (fence.done(), fence.wait(0.0), fence.wait(0.02)) == (False, False, False)
+    assert not fence.done()
     assert fence.copy_time_s == 0.0
     timer = threading.Timer(0.05, fence.reach, [None, 0.25])
     timer.start()
-    assert fence.wait(60.0)
+    fence.wait()
     assert (fence.done(), fence.error, fence.copy_time_s) == (True, None, 0.25)
     first = ValueError("first")
     fence.reach(first)

@@ -19,6 +19,7 @@ from kvoffload.transfer.cuda.direction import MOST_CALLS, Direction
 from kvoffload.transfer.cuda.stream_copier import StreamCopier
 from kvoffload.transfer.layout import ChunkLayout
 from kvoffload.transfer.slab import Slab
+from tests.support.fence_ends import ends
 from tests.support.late_device import LateDevice
 
 PAGE, CHUNKS = 4096, 3000
@@ -115,11 +116,11 @@ def test_single_copies_behind_the_forward_pass_do_not_fill_the_queue_of_their_st
     until(lambda: refused[True] > 3)
     assert parts.device.stored_bytes >= MOST_CALLS * PAGE
     load = parts.launch(CHUNKS, 1, False, early)
-    assert load.wait(10)
+    assert ends(load)
     assert (parts.tensor[parts.order[CHUNKS]] == 7).all()
     assert not store.done()
     parts.device.go_on()
-    assert store.wait(30)
+    assert ends(store)
     assert store.error is None
     assert np.array_equal(
         parts.slab.rows[parts.order[:CHUNKS]], parts.tensor[parts.order[:CHUNKS]].numpy()
@@ -142,9 +143,9 @@ def test_after_a_batch_that_the_driver_refuses_single_copies_do_not_fill_the_que
     parts.device.engine.enqueue(parts.device.stand_still)
     store = parts.launch(0, CHUNKS, True)
     until(lambda: refused[True] > 3)
-    assert parts.launch(CHUNKS, 1, False, early).wait(10)
+    assert ends(parts.launch(CHUNKS, 1, False, early))
     parts.device.go_on()
-    assert store.wait(30)
+    assert ends(store)
     assert store.error is None
 
 
@@ -158,7 +159,7 @@ def test_batches_behind_the_forward_pass_are_bounded_by_their_bytes(
     until(lambda: refused[True] > 3)
     assert parts.device.stored_bytes == (64 + 256) * PAGE
     parts.device.go_on()
-    assert store.wait(30)
+    assert ends(store)
     assert store.error is None
     assert parts.device.stored_bytes == CHUNKS * PAGE
 
@@ -175,13 +176,13 @@ def test_many_small_transfers_behind_the_forward_pass_do_not_fill_a_queue(
     until(lambda: refused[True] > 3 or stores[-1]._events is not None)
     assert max(len(stream.work) for stream in parts.device.streams) <= QUEUE
     parts.device.go_on()
-    assert all(store.wait(30) and store.error is None for store in stores)
+    assert all(ends(store) and store.error is None for store in stores)
 
 
 def test_a_transfer_that_finds_room_goes_on_at_once(make, monkeypatch):
     monkeypatch.setattr(stream_copier, "POLL_S", 3600.0)
     parts = make()
-    assert parts.launch(0, CHUNKS, True).wait(30)
+    assert ends(parts.launch(0, CHUNKS, True))
 
 
 def test_a_transfer_that_finds_no_room_asks_again_after_a_while(make, refused, monkeypatch, until):
@@ -195,7 +196,7 @@ def test_a_transfer_that_finds_no_room_asks_again_after_a_while(make, refused, m
     assert refused[True] == 1
     parts.device.go_on()
     monkeypatch.setattr(stream_copier, "POLL_S", 0.001)
-    assert parts.launch(CHUNKS, 1, True).wait(30)  # which wakes the thread
+    assert ends(parts.launch(CHUNKS, 1, True))  # which wakes the thread
     assert store.error is None
 
 
@@ -208,7 +209,7 @@ def test_a_call_that_does_not_return_is_told_once(make, monkeypatch, caplog, unt
         return [each for each in caplog.messages if "has not returned" in each]
 
     parts = make()
-    assert parts.launch(0, 3, True).wait(10)
+    assert ends(parts.launch(0, 3, True))
     call, returns = parts.device.copy, parts.device.is_released
 
     def hang(*given):
@@ -219,9 +220,9 @@ def test_a_call_that_does_not_return_is_told_once(make, monkeypatch, caplog, unt
     late = parts.launch(0, 3, True)
     until(told)
     assert "batched_copies" in told()[0]
-    assert not late.wait(0.2)
+    assert not ends(late, 0.2)
     returns.set()
-    assert late.wait(10)
+    assert ends(late)
     assert late.error is None
     assert len(told()) == 1
 
@@ -230,6 +231,6 @@ def test_a_copier_that_has_nothing_to_do_tells_of_no_call(make, monkeypatch, cap
     monkeypatch.setattr(call_watch, "LATE_S", 0.02)
     monkeypatch.setattr(call_watch, "CHECK_S", 0.01)
     parts = make()
-    assert parts.launch(0, 3, True).wait(10)
+    assert ends(parts.launch(0, 3, True))
     assert not threading.Event().wait(0.1)
     assert "has not returned" not in caplog.text

@@ -23,6 +23,7 @@ from kvoffload.transfer.cuda.stream_copier import StreamCopier
 from kvoffload.transfer.cuda.torch_device import CudaDevice
 from kvoffload.transfer.layout import ChunkLayout
 from kvoffload.transfer.slab import Slab
+from tests.support.fence_ends import ends
 from tests.support.lender import Lender
 
 PORTION = 3 * 4096
@@ -196,7 +197,7 @@ def test_batches_that_the_lent_memory_refuses_are_still_made_of_the_slab(cuda, m
     parts.load(3, 0, 7)
     assert len(cuda.batches) == made
     moves = parts.layout.moves(GPULoadStoreSpec([5, 9]), [4])
-    assert parts.copier.launch(moves, True, parts.copier.record_fence()).wait(10)
+    assert ends(parts.copier.launch(moves, True, parts.copier.record_fence()))
     assert len(cuda.batches) > made
     assert parts.copier.stats()["copies"] == "batched"
 

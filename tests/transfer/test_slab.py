@@ -17,6 +17,7 @@ from kvoffload.transfer.cpu.copier import POPULATED_BYTES, CpuCopier
 from kvoffload.transfer.cuda.pinning import Pinning
 from kvoffload.transfer.layout import ChunkLayout
 from kvoffload.transfer.slab import Slab, create_shared_memory
+from tests.support.fence_ends import ends
 from tests.support.moves import move, moves_of
 
 SLOT = 8192
@@ -79,7 +80,7 @@ def test_a_copy_and_the_end_wait_for_one_part_of_that_alone(kv_caches, monkeypat
     fence = copier.launch(moves_of(move(0, [1, 2])), True, copier.record_fence())
     assert not fence.done()
     go_on.release()  # one of six
-    assert fence.wait(60)
+    assert ends(fence)
     assert begun.acquire(timeout=60)
     closing = threading.Thread(target=copier.close)
     closing.start()
@@ -94,7 +95,7 @@ def test_a_kernel_that_cannot_allocate_ahead_is_asked_once(kv_caches, monkeypatc
     slab, asked = Slab(6 * POPULATED_BYTES // layout.slot_bytes, layout.slot_bytes), []
     monkeypatch.setattr(slab, "populate", lambda *part: asked.append(part))
     copier = CpuCopier(kv_caches, slab, layout)
-    assert copier.launch(moves_of(move(0, [1, 2])), True, copier.record_fence()).wait(60)
+    assert ends(copier.launch(moves_of(move(0, [1, 2])), True, copier.record_fence()))
     copier.close()
     assert len(asked) <= 1
 

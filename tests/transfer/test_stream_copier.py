@@ -18,6 +18,7 @@ from kvoffload.transfer.cuda.fences import EngineFence, StreamFence
 from kvoffload.transfer.cuda.stream_copier import Launcher, StreamCopier, StreamJob
 from kvoffload.transfer.layout import ChunkLayout
 from kvoffload.transfer.slab import Slab
+from tests.support.fence_ends import ends
 from tests.support.interleavings import NUM_SLOTS, PER_CHUNK, small_caches, words
 from tests.support.late_device import LateDevice
 from tests.support.moves import move, moves_of
@@ -78,11 +79,11 @@ def test_a_transfer_into_slots_that_are_not_pinned_yet_lets_others_pass(
     late = [parts.launch(moves_of(move(0, [1]), move(3 + i, [2, 3])), to_host) for i in range(3)]
     for way in (True, False):
         other = parts.launch(moves_of(move(2, [5, 6])), way)
-        assert other.wait(10)
+        assert ends(other)
         assert other.error is None
     assert all(fence._events is None for fence in late)
     parts.device.slab.pinned_bytes = 4 * slot_bytes
-    assert late[0].wait(10)
+    assert ends(late[0])
     assert late[1]._events is late[2]._events is None
     parts.copier.close()
     assert all(fence.done() and fence.error is None for fence in late)
@@ -110,7 +111,7 @@ def test_a_staged_load_uses_the_bus_during_the_forward_pass_but_writes_no_block(
     staged = sum(int((stage == 7).sum()) for stage in parts.device._stages)
     assert staged >= 1000  # in the first lanes; the noise has sevens too
     assert not any(page.any() for page in words(parts.caches, 5))
-    assert fence.wait()
+    fence.wait()
     assert not any(page.any() for page in found)
     assert all((page.view(torch.int8) == 7).all() for page in words(parts.caches, 5))
 
@@ -123,7 +124,7 @@ def test_the_fence_is_on_the_stream_that_the_engine_uses_at_the_time(make, until
     fence = parts.launch(moves_of(move(3, [5, 6])), True)
     default.enqueue(lambda: pytest.fail("work of a stream that the engine does not use"))
     parts.device.streams.remove(default)
-    assert fence.wait()
+    fence.wait()
     assert (parts.slab.rows[3][:8].view(np.int64) == 9).all()
 
 
@@ -192,7 +193,7 @@ def test_staged_and_direct_pages_of_one_load_both_wait_for_the_engine(order, lat
         device.engine.enqueue(lambda block=block: found.append(int(tensor[block].sum())))
     moves = layout.moves(GPULoadStoreSpec(range(16), (8, 8), (0, 0)), list(range(16)))
     load = copier.launch(moves, False, copier.record_fence())
-    assert load.wait(10)
+    assert ends(load)
     assert load.error is None
     copier.close()
     assert found == [0] * 16
@@ -217,13 +218,13 @@ def test_a_large_store_that_waits_for_the_forward_pass_does_not_hold_up_a_load(
     chunks = [move(slot, [2 * slot, 2 * slot + 1]) for slot in range(NUM_SLOTS - 1)]
     store = parts.launch(moves_of(*chunks), True)
     load = parts.copier.launch(moves_of(move(NUM_SLOTS - 1, [20, 21])), False, early)
-    assert load.wait(10)
+    assert ends(load)
     assert load.error is None
     assert all((page.view(torch.int8) == 7).all() for page in words(parts.caches, 20))
     assert not store.done()
     with device.lock:
         device.engine.work.remove(stand_still)
-    assert store.wait(10)
+    assert ends(store)
 
 
 @pytest.mark.parametrize("asks", ["before", "after"])
@@ -265,7 +266,7 @@ def test_the_time_of_a_transfer_is_without_that_of_the_transfers_before_it(
     fences = [
         parts.launch(moves_of(move(slot, [2 * slot, 2 * slot + 1])), to_host) for slot in range(4)
     ]
-    assert all(fence.wait(10) for fence in fences)
+    assert all(ends(fence) for fence in fences)
     assert all(3600 <= fence.copy_time_s < 7200 for fence in fences)
 
 
@@ -285,7 +286,7 @@ def test_the_time_of_loads_is_without_their_wait_for_one_forward_pass(
     fences = [
         parts.launch(moves_of(move(slot, [2 * slot, 2 * slot + 1])), False) for slot in range(slots)
     ]
-    assert all(fence.wait(10) for fence in fences)
+    assert all(ends(fence) for fence in fences)
     assert all(3600 <= fence.copy_time_s < 7200 for fence in fences)
 
 
@@ -302,7 +303,7 @@ def test_the_time_of_a_load_has_all_its_copies_also_those_during_the_forward_pas
     fence = parts.launch(
         moves_of(*(move(slot, [2 * slot, 2 * slot + 1]) for slot in range(6))), False
     )
-    assert fence.wait(10)
+    assert ends(fence)
     assert 6 * 3600 <= fence.copy_time_s < 7 * 3600
 
 
@@ -344,7 +345,7 @@ def test_blocks_beyond_two_gib_of_a_tensor_come_back(make, direct_page_bytes):
         tensor[block] = block % 100 + 1
     moves = parts.layout.moves(GPULoadStoreSpec(blocks), [2, 0, 3, 1])
     for to_host in (True, False):
-        assert parts.launch(moves, to_host).wait()
+        assert ends(parts.launch(moves, to_host))
         for block in blocks if to_host else ():
             tensor[block] = 0
     assert parts.slab.rows[:, ::4096].tolist() == [
@@ -380,7 +381,7 @@ def test_a_transfer_of_one_step_has_no_pause_before_its_end(
     """Its end is marked with its copies: a pause between them would delay each single chunk."""
     monkeypatch.setattr(stream_copier, "PAUSE_S", 3600.0)
     parts = make(direct_page_bytes=direct_page_bytes)
-    assert parts.launch(moves_of(move(3, [5, 6])), to_host).wait(10)
+    assert ends(parts.launch(moves_of(move(3, [5, 6])), to_host))
 
 
 @pytest.mark.parametrize("to_host", [True, False])

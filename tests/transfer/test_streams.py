@@ -12,6 +12,7 @@ from kvoffload.transfer.cuda.copies import Copies
 from kvoffload.transfer.cuda.direction import Direction
 from kvoffload.transfer.cuda.stream_copier import Launcher, StreamCopier
 from kvoffload.transfer.slab import Slab
+from tests.support.fence_ends import ends
 from tests.support.interleavings import (
     NUM_SLOTS,
     Interleaving,
@@ -95,12 +96,12 @@ def test_a_copy_that_the_device_refuses_is_an_error_of_its_fence_alone(parts):
     caches, device, copier = parts
     device.failures.append(RuntimeError("out of something"))
     failed = launch(copier, 0, [1, 2])
-    assert failed.wait(10)
+    assert ends(failed)
     assert str(failed.error) == "out of something"
     for page in words(caches, 3):
         page.fill_(7)
     stored = launch(copier, 1, [3, 4])
-    assert stored.wait(10)
+    assert ends(stored)
     assert stored.error is None
 
 
@@ -111,11 +112,11 @@ def test_a_device_that_breaks_is_an_error_of_every_fence_and_nothing_hangs(parts
         raise OSError("fell off the bus")
 
     before = launch(copier, 0, [1, 2])
-    assert before.wait(10)
+    assert ends(before)
     device.engine.enqueue(break_down)
     fences = [launch(copier, slot, [slot, slot + 8]) for slot in range(1, 4)]
     for fence in fences:
-        assert fence.wait(10)
+        assert ends(fence)
         assert fence.done()
         assert "the device is broken" in str(fence.error)
     assert before.error is None

@@ -1,7 +1,6 @@
 """Points in the streams of a device."""
 
 import logging
-import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -9,9 +8,6 @@ from kvoffload.transfer.base import CopyFence
 from kvoffload.transfer.cuda.device import Event
 
 log = logging.getLogger(__name__)
-
-POLL_S = 0.001
-"""Time between two polls of an event in a wait with a timeout, which devices do not have."""
 
 
 class EngineFence:
@@ -25,11 +21,8 @@ class EngineFence:
     def done(self) -> bool:
         return self.event.query()
 
-    def wait(self, timeout_s: float | None = None) -> bool:
-        if timeout_s is None:
-            self.event.synchronize()
-            return True
-        return poll(self.event.query, timeout_s)
+    def wait(self) -> None:
+        self.event.synchronize()
 
 
 class Timing(NamedTuple):
@@ -85,9 +78,7 @@ class StreamFence(CopyFence):
         if not self._is_reached:
             self._watch(self)
 
-    def wait(self, timeout_s: float | None = None) -> bool:
-        if timeout_s is not None:
-            return poll(self.done, timeout_s)
+    def wait(self) -> None:
         with self._changed:
             self._changed.wait_for(lambda: self._is_reached or self._events is not None)
         try:
@@ -97,7 +88,6 @@ class StreamFence(CopyFence):
             self.reach(error)
         else:
             self.reach()
-        return True
 
     @property
     def copy_time_s(self) -> float:
@@ -118,13 +108,3 @@ class StreamFence(CopyFence):
             self.error = self.error or error
             self._events = events
             self._changed.notify_all()
-
-
-def poll(is_done: Callable[[], bool], timeout_s: float) -> bool:
-    """Ask until it is done; False if the time has passed first."""
-    end_s = time.monotonic() + timeout_s
-    while not is_done():
-        if time.monotonic() >= end_s:
-            return False
-        time.sleep(POLL_S)
-    return True

@@ -36,7 +36,7 @@ from kvoffload.transfer.cuda.direction import (
     Staging,
     Table,
 )
-from kvoffload.transfer.cuda.fences import POLL_S, EngineFence, StreamFence, Timing
+from kvoffload.transfer.cuda.fences import EngineFence, StreamFence, Timing
 from kvoffload.transfer.layout import ChunkLayout, Moves, check_within
 from kvoffload.transfer.slab import Slab
 
@@ -56,6 +56,8 @@ MOST_SINGLE_COPIES = 256
 PAUSE_S = 30e-6
 """Between two steps. Each call of the driver gives the GIL away and takes it back before a waiting
 thread has woken. Without a pause the engine's thread waits for all steps to end."""
+POLL_S = 0.001
+"""Between two looks at fences and at what the device has yet to do."""
 CLOSE_TIMEOUT_S = 5.0
 
 
