@@ -61,8 +61,8 @@ class Form(Protocol):
         """
         ...
 
-    def draft(self, chunk_bytes: int) -> Draft:
-        """Return a new place for a chunk of this length."""
+    def drafts(self, chunk_bytes: int, count: int) -> Sequence[Draft]:
+        """Return new places for so many chunks of this length."""
         ...
 
     def take_over_all(self, names: Sequence[Name], chunk_bytes: int) -> Mapping[Name, Draft]:

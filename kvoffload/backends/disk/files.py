@@ -70,8 +70,8 @@ class Files:
         reason, facts = self.chunks.read(self.path_of(name), key, self.digest, target)
         return reason, facts and Seen(facts.st_ino, facts.st_blocks * 512)
 
-    def draft(self, chunk_bytes: int) -> FileDraft:
-        return FileDraft(self, self._temporary(), overwrites=False)
+    def drafts(self, chunk_bytes: int, count: int) -> list[FileDraft]:
+        return [FileDraft(self, self._temporary(), overwrites=False) for _ in range(count)]
 
     def take_over_all(self, names: Sequence[Name], chunk_bytes: int) -> dict[Name, FileDraft]:
         taken = dict[Name, FileDraft]()

@@ -73,14 +73,18 @@ class Places:
             raise FileNotFoundError(errno.ENOENT, "the segment is gone")
         return At(segment, slot, place)
 
-    def enter(self, name: Name, at: At, entry: bytes) -> At | None:
-        """Enter a chunk into its table; return where its key was before."""
+    def enter(self, names: Sequence[Name], at: At, entries: bytes) -> At | None:
+        """Enter chunks into the table of slots that follow one another.
+
+        Returns where the first of them was before. Of several chunks, none is in a place yet.
+        """
         with self.lock:
             if self.at(at.place).segment is not at.segment:
-                raise gone(name)  # with its segment
-            at.segment.set_entry(at.slot, entry)
-            before = self._places.get(name)
-            self._places[name] = at.place
+                raise gone(names[0])  # with its segment
+            at.segment.set_entry(at.slot, entries)
+            before = self._places.get(names[0])
+            places = range(at.place, at.place + len(names) * MOST_SEGMENTS, MOST_SEGMENTS)
+            self._places.update(zip(names, places, strict=True))
         with contextlib.suppress(FileNotFoundError):  # its segment is gone
             return None if before is None else self.at(before)
         return None
@@ -139,15 +143,6 @@ class Places:
         finally:
             for i, name in enumerate(taken if not is_taken else ()):
                 self._places.setdefault(name, at.place + i * MOST_SEGMENTS)
-
-    def enter_run(self, names: Sequence[Name], at: At, entries: bytes) -> None:
-        """Enter chunks that are in no place yet into the table of slots that follow one another."""
-        with self.lock:
-            if self.at(at.place).segment is not at.segment:
-                raise gone(names[0])  # with its segment
-            at.segment.set_entry(at.slot, entries)
-            places = range(at.place, at.place + len(names) * MOST_SEGMENTS, MOST_SEGMENTS)
-            self._places.update(zip(names, places, strict=True))
 
     def claim(self, at: At, key: bytes) -> bytes | None:
         """See :meth:`Segment.claim`; callers keep the chunk's name out of the places."""

@@ -36,7 +36,7 @@ class SlotDraft(NamedTuple):
 
     def publish(self, name: Name) -> int:
         segments = self.form.segments
-        before = segments.enter(name, self.at, pack_entry(name[2:], time.time_ns()))
+        before = segments.enter([name], self.at, pack_entry(name[2:], time.time_ns()))
         if before is None:
             return 0
         segment, slot, _ = before
@@ -127,11 +127,7 @@ class Slots:
             return [False] * len(names)  # some have moved meanwhile
         return [why is None for why in self.chunks.read(segment, slot, keys, self.digest, targets)]
 
-    def draft(self, chunk_bytes: int) -> SlotDraft:
-        return self.drafts(chunk_bytes, 1)[0]
-
     def drafts(self, chunk_bytes: int, count: int) -> list[SlotDraft]:
-        """Return new places for chunks of this length."""
         taken = self.segments.take_slots(bytes_on_disk(chunk_bytes), count)
         return [SlotDraft(self, at, overwrites=False) for at in taken]
 
@@ -150,7 +146,7 @@ class Slots:
         """Let readers see chunks, which are in no slot yet; raises OSError."""
         now_ns = time.time_ns()
         entries = b"".join(pack_entry(name[2:], now_ns) for name in names)
-        self.segments.enter_run(names, drafts[0].at, entries)
+        self.segments.enter(names, drafts[0].at, entries)
 
     def take_over_all(self, names: Sequence[Name], chunk_bytes: int) -> dict[Name, SlotDraft]:
         find, slot_bytes, taken = self.segments.find, bytes_on_disk(chunk_bytes), {}

@@ -266,7 +266,7 @@ class DiskStore(Counts):
                 spare, draft = draft, None
                 if not spare.drop():
                     self.root.quota.release(-reserved)  # both places are taken for now
-            draft = draft or form.draft(chunk.nbytes)
+            draft = draft or form.drafts(chunk.nbytes, 1)[0]
             with self._large_writes if chunk.nbytes > _LARGE_BYTES else contextlib.nullcontext():
                 reason, allocated = draft.write(key, chunk, tenant)
             if reason is None:
