@@ -347,6 +347,8 @@ class TieredOffloadingManager(OffloadingManager):
     ) -> None:
         if len(ok) != len(job.keys):
             raise UsageError(f"{len(ok)} answers for a job of {len(job.keys)} chunks")
+        if not job.keys:
+            return  # a load that found no room: it is not in flight
         if self._jobs.get(job.id) is not job:
             self.unexpected(f"job {job.id}")
             return

@@ -113,3 +113,13 @@ def test_an_answer_of_the_wrong_length_fails_all_chunks(manager):
     assert manager.counters["unexpected_completion"] == 1
     assert [manager.lookup(key) for key in KEYS] == [False] * 3
     assert manager.busy_slots == 0
+
+
+def test_a_load_that_found_no_room_is_answered_and_no_surprise(manager):
+    """vLLM carries out a load of no chunk, too: its request waits for an answer."""
+    manager.prepare_store(KEYS)  # all slots are being written
+    jobs = JobTable(manager, 2)
+    jobs.begin(ID, manager.begin_load([make_offload_key(b"4" * 32, 0)]))
+    assert answer(jobs, ID, ()) is None
+    assert answer(jobs, ID, ()).ok == ()
+    assert (manager.counters["load_refused"], manager.counters["unexpected_completion"]) == (1, 0)
