@@ -9,8 +9,7 @@ from kvoffload.config import OffloadConfig, human_bytes
 from kvoffload.connectors.chunk_size import blocks_of
 from kvoffload.connectors.tier_io import SERVE, TierIO, tier_names
 from kvoffload.errors import ConfigError
-from kvoffload.identity import Fact, namespace, readable, short
-from kvoffload.io.client import OPEN_S, IOClient
+from kvoffload.identity import Fact
 from kvoffload.io.remote_tier import RemoteTier
 from kvoffload.offload.base import (
     CanonicalKVCaches,
@@ -170,11 +169,13 @@ class TieredOffloadingSpec(OffloadingSpec):
                 f"must hold at least one chunk, which takes {human_bytes(slot_bytes)}",
             )
         registry.load(registry.POLICIES, config.policy, "policy")  # before memory is taken
-        self._facts = dict(facts)
         self._copier: Copier | None = None
         chunk_bytes = max(layout.payload_bytes) if layout else slot_bytes
-        self._tier_io = TierIO(config, self.num_slots, slot_bytes, chunk_bytes, self._facts)
-        self._slab, self._io = self._tier_io.slab, self._tier_io.client
+        self.stores = TierIO(config, self.num_slots, slot_bytes, chunk_bytes, facts)
+        """The tiers' stores, and the slab that they read and write."""
+        self._slab = self.stores.slab
+        self.io = self.stores.client
+        """The client of the I/O server; None if there are no tiers."""
 
     @property
     def has_sizes(self) -> bool:
@@ -182,19 +183,9 @@ class TieredOffloadingSpec(OffloadingSpec):
         return self._geometry is not None
 
     @property
-    def namespace(self) -> str:
-        """The digest that the stores were opened with."""
-        return namespace(**self._facts)
-
-    @property
     def tiers(self) -> Mapping[str, RemoteTier]:
         """What is known of each tier, by its name."""
-        return self._io.tiers if self._io else {}
-
-    @property
-    def io(self) -> IOClient | None:
-        """The client of the I/O server; None if there are no tiers."""
-        return self._io
+        return self.io.tiers if self.io else {}
 
     @property
     def copies(self) -> dict[str, str | int]:
@@ -227,15 +218,11 @@ class TieredOffloadingSpec(OffloadingSpec):
             raise ValueError(
                 f"a chunk takes {layout.slot_bytes} bytes, slots have {self.slot_bytes}"
             )
-        try:
-            copier = self._copier = make_copier(
-                kv_caches, self._slab, layout, batches=self.config.batched_copies
-            )
-        except BaseException:
-            self.close()
-            raise
+        copier = self._copier = make_copier(
+            kv_caches, self._slab, layout, batches=self.config.batched_copies
+        )
         keeps_slots = bool(self.config.cpu_bytes)
-        return TransferEngine(self._io, self._slab, layout, copier, keeps_slots=keeps_slots)
+        return TransferEngine(self.io, self._slab, layout, copier, keeps_slots=keeps_slots)
 
     def _manager_tiers(self) -> tuple[Tier, ...]:
         return tuple(Tier(name, tier, tier) for name, tier in self.tiers.items())
@@ -247,51 +234,20 @@ class TieredOffloadingSpec(OffloadingSpec):
         """
         manager.replace_tiers(())
         try:
-            self.renew_stores(generation, RENEW_S)
+            self.stores.renew(generation, RENEW_S)
         except Exception as error:
             log.warning("a tier is not open again yet; until then it has nothing: %s", error)
         manager.replace_tiers(self._manager_tiers())
 
-    def renew_stores(self, generation: str, timeout_s: float | None = OPEN_S) -> None:
-        """Give the stores a new namespace, where the manager is in another process.
-
-        Calls still running on the old stores end on those; they are closed in the background.
-
-        Args:
-            generation: a new name for what is stored from now on.
-            timeout_s: see :meth:`IOClient.renew`; None: does not wait.
-        """
-        # Only this process knows a generation's name. Other namespaces belong to replicas as well.
-        forgotten = [self.namespace] if "generation" in self._facts else []
-        if self._io is not None and not forgotten:
-            log.info(
-                "reset: %s load nothing more of what they stored before, and do not erase it; "
-                "kvoffload gc --namespace %s erases it",
-                ", ".join(self.tiers),
-                short(self.namespace),
-            )
-        self._facts["generation"] = generation
-        if self._io is not None:
-            self._io.renew(self.namespace, readable(self._facts), forgotten, timeout_s)
-
-    def empty_stores(self, tier: str = "") -> None:
-        """Begin to remove all chunks of this namespace from a tier, or from all; never waits.
-
-        Until the stores are open again everything is a miss; see :attr:`IOClient.outcome`.
-        """
-        if self._io is not None:
-            facts = readable(self._facts)
-            self._io.renew(self.namespace, facts, [self.namespace], None, tier)
-
     def empty(self, manager: Manager, tier: str = "") -> None:
-        """Do so where the manager is in this process."""
+        """Begin to remove all chunks of this namespace from a tier, or from all; never waits."""
         manager.replace_tiers(())
-        self.empty_stores(tier)
+        self.stores.clear(tier)
         manager.replace_tiers(self._manager_tiers())
 
     def close(self, timeout_s: float = 5.0) -> None:
         """Close the stores, the I/O server and the copier. Idempotent."""
-        self._tier_io.close(timeout_s)
+        self.stores.close(timeout_s)
         if self._copier is not None:
             self._copier.close()
             self._copier = None

@@ -405,7 +405,7 @@ class LocalConnector:
         spec = self._spec
         return {
             **as_data(self._samples()),
-            "namespace": spec.namespace,
+            "namespace": spec.stores.namespace,
             "slot_bytes": spec.slot_bytes,
             "copies": spec.copies,
             "io_server": spec.io.server if spec.io else "",

@@ -22,7 +22,7 @@ from kvoffload.connectors.sglang.page_lookup import PageLookup
 from kvoffload.connectors.sglang.staging_slots import LateSlots, Lease, StagingSlots
 from kvoffload.connectors.tier_io import TierIO
 from kvoffload.errors import ConfigError
-from kvoffload.identity import Fact, namespace, readable
+from kvoffload.identity import Fact
 from kvoffload.io.remote_tier import RemoteTier
 from kvoffload.timed_queue import next_within
 from kvoffload.transfer.slab import page_rounded
@@ -72,7 +72,6 @@ class PageStore:
             remedy = f"must hold at least two pages, which take {human_bytes(2 * slot_bytes)}"
             raise ConfigError("staging_bytes", human_bytes(config.staging_bytes), remedy)
         self._config = config
-        self._facts = dict(facts)
         self._io = TierIO(config, num_slots, slot_bytes, page_bytes, facts)
         if self._io.client is None:
             raise ConfigError("backends", [], "must name a tier")
@@ -97,7 +96,7 @@ class PageStore:
     @property
     def namespace(self) -> str:
         """The digest that the stores were opened with."""
-        return namespace(**self._facts)
+        return self._io.namespace
 
     # ---- lookups ----
 
@@ -352,11 +351,8 @@ class PageStore:
             name: of the generation; no other start of any engine has it.
         """
         with self._clearing:
-            # No other start knows the name of a generation, so its end makes the pages useless.
-            forgotten = [self.namespace] if "generation" in self._facts else []
-            self._facts["generation"] = name
             try:
-                self._client.renew(self.namespace, readable(self._facts), forgotten, RENEW_S)
+                self._io.renew(name, RENEW_S)
             except (ConfigError, OSError) as error:  # the server goes on trying
                 self._warnings.warning("the tiers cannot be opened again yet: %s", error)
             with self._changing:
@@ -372,8 +368,7 @@ class PageStore:
             OSError: a tier could not remove some, and serves them.
         """
         with self._clearing:
-            facts = readable(self._facts)
-            self._client.renew(self.namespace, facts, [self.namespace], CLEAR_S)
+            self._io.clear(timeout_s=CLEAR_S)
 
     def close(self) -> None:
         """Close the stores. Idempotent; from now on every page is a miss."""

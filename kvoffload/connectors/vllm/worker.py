@@ -73,7 +73,6 @@ class KVOffloadWorker(OffloadingConnectorWorker):  # type: ignore[misc]  # untyp
         super().__init__(spec, vllm_config, kv_cache_config)
         self.settings = settings
         self._device_type: str = vllm_config.device_config.device_type
-        self._num_stages: int = vllm_config.parallel_config.pipeline_parallel_size
         self._group_ids = get_offloading_group_ids(kv_cache_config)
         self._report = WorkerReport()
         self._loads: dict[int, _Load] = {}
@@ -129,40 +128,32 @@ class KVOffloadWorker(OffloadingConnectorWorker):  # type: ignore[misc]  # untyp
             name_for_all_ranks() if is_replicated else "",
         )
         facts["chunk_layout"] = layout.description
-        with unbound(self._device_type):
-            # Stages of a pipeline have other layers each, so their slots are of one size.
-            sizes = layout if self._num_stages == 1 else None
-            self._spec = TieredOffloadingSpec(self.settings, layout.slot_bytes, facts, sizes)
-            self._transfers = self._spec.open_engine(ours)
-            first_slot = 0
-            if self.settings.canary:
-                try:
-                    first_slot = check_tiers(
-                        self._spec,
-                        self._transfers,
-                        ours,
-                        layers_of_groups(self._kv_caches, self.kv_cache_config, self._group_ids),
-                        blocks_of(self.settings),
-                    )
-                except BaseException:
-                    self._spec.close()  # or its memory stays pinned
-                    raise
-        self._tiers = self._spec.tiers
         parallel = self.vllm_config.parallel_config
         rank = parallel.rank
-        try:
-            number = rank
-            if self.settings.metrics_port is not None:  # replicas of a machine have equal ranks
-                number += parallel.data_parallel_index * parallel.world_size
-            read = self._transfers.figures.samples
-            self._metrics = serve_metrics(self.settings, read, number)
-        except BaseException:
-            self._spec.close()
-            raise
+        # Replicas of a machine have equal ranks.
+        number = rank + parallel.data_parallel_index * parallel.world_size
+        first_slot = 0
+        with unbound(self._device_type):
+            # Stages of a pipeline have other layers each, so their slots are of one size.
+            sizes = layout if parallel.pipeline_parallel_size == 1 else None
+            self._spec = TieredOffloadingSpec(self.settings, layout.slot_bytes, facts, sizes)
+            try:
+                self._transfers = self._spec.open_engine(ours)
+                if self.settings.canary:
+                    layers = layers_of_groups(
+                        self._kv_caches, self.kv_cache_config, self._group_ids
+                    )
+                    per_chunk = blocks_of(self.settings)
+                    first_slot = check_tiers(self._spec, self._transfers, ours, layers, per_chunk)
+                read = self._transfers.figures.samples
+                self._metrics = serve_metrics(self.settings, read, number)
+            except BaseException:
+                self._spec.close()  # or its memory stays pinned
+                raise
+        self._tiers = self._spec.tiers
         if is_replicated:
             shared = [name for name, tier in self._tiers.items() if tier.is_shared]
-            num_ranks = self.vllm_config.parallel_config.tensor_parallel_size
-            self._writes = SharedWrites(rank, num_ranks, shared)
+            self._writes = SharedWrites(rank, parallel.tensor_parallel_size, shared)
         self._presence = WorkerPresence(rank, self._tiers)
         listed = self._presence.listed
         self._info = WorkerInfo(
@@ -201,10 +192,10 @@ class KVOffloadWorker(OffloadingConnectorWorker):  # type: ignore[misc]  # untyp
         # The old tiers are closed, so every question to them is a miss until then.
         if orders.emptied is not None and self._spec is not None:
             self._emptying, tier = orders.emptied
-            self._spec.empty_stores(tier)
+            self._spec.stores.clear(tier)
             self._stores_change(self._emptying)
         if orders.generation is not None and self._spec is not None:
-            self._spec.renew_stores(orders.generation, None)
+            self._spec.stores.renew(orders.generation)
             self._stores_change(orders.generation)
 
     def _notice_weights(self, is_ordered: bool) -> None:

@@ -158,7 +158,7 @@ def test_ranks_of_latent_attention_store_one_copy(workers, tmp_path, until, layo
         block_size=16, num_kv_heads=1, head_size=576, dtype=torch.bfloat16, max_tp_shards=1
     )
     mine = workers("mla", named(lambda i: spec, 2), num_ranks=2, layout=layout)
-    assert len({worker._spec.namespace for worker in mine}) == 1
+    assert len({worker._spec.stores.namespace for worker in mine}) == 1
     drive(mine, until)
     chunks = stored_in(tmp_path / "kv")
     assert len(chunks) == CHUNKS
