@@ -1,18 +1,15 @@
 """Finds for an operator which tier has how much of a prompt, a few chunks in a step."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from kvoffload.control import HOST, Found, GroupFound, Held
 from kvoffload.messages import OffloadKey
-from kvoffload.offload.manager import CPU, Tier
+from kvoffload.offload.base import Manager
+from kvoffload.offload.manager import CPU
 
 PORTION = 128
 """Chunks that are looked up in a step."""
-Explain = Callable[[Sequence[OffloadKey]], list[str]]
-"""Says where chunks are, or why they are nowhere."""
-Holds = Callable[[Sequence[OffloadKey]], list[bool | None]]
-"""Says which chunks a tier has; None for a bounded time."""
 
 
 @dataclass(frozen=True)
@@ -24,53 +21,38 @@ class KeyedGroup:
     reads_all: bool
 
 
-def tiers_of(explain: Explain, tiers: Iterable[Tier], *, has_host: bool) -> dict[str, Holds]:
-    """Return how to ask host memory, if chunks stay there, and each tier."""
-
-    def on_host(keys: Sequence[OffloadKey]) -> list[bool | None]:
-        return [place == CPU for place in explain(keys)]
-
-    def on(tier: Tier) -> Holds:
-        return lambda keys: list(map(tier.holds, keys))
-
-    host = {HOST: on_host} if has_host else {}
-    return {**host, **{tier.name: on(tier) for tier in tiers}}
-
-
 def look_up(
-    num_tokens: int,
-    groups: Sequence[KeyedGroup],
-    tiers: Mapping[str, Holds],
-    explain: Explain,
+    num_tokens: int, groups: Sequence[KeyedGroup], manager: Manager, *, has_host: bool
 ) -> Iterator[Found | None]:
     """Look up all chunks of a prompt, and yield None after each portion of them.
 
     Args:
         num_tokens: of the prompt.
         groups: its chunks.
-        tiers: nearest first.
-        explain: the manager's.
+        manager: knows where they are.
+        has_host: whether chunks stay in host memory.
     """
-    found = Found(num_tokens, [])
+    found, tiers = Found(num_tokens, []), manager.tiers
     for group in groups:
-        here: dict[str, list[bool]] = {name: [] for name in tiers}
+        names = [*([HOST] if has_host else []), *(tier.name for tier in tiers)]
+        here: dict[str, list[bool]] = {name: [] for name in names}
         for start in range(0, len(group.keys), PORTION):
-            part = group.keys[start : start + PORTION]
-            while True:
-                answers = {name: holds(part) for name, holds in tiers.items()}
+            part, is_pending = group.keys[start : start + PORTION], True
+            while is_pending:  # a tier leaves no answer open for longer than a bounded time
+                places = manager.explain(part)
+                answers = {tier.name: list(map(tier.holds, part)) for tier in tiers}
                 yield None
-                if not any(None in of_tier for of_tier in answers.values()):
-                    break
+                is_pending = any(None in of_tier for of_tier in answers.values())
             for name, of_tier in answers.items():
                 here[name] += map(bool, of_tier)
-        found.groups.append(_of_group(group, here, explain))
+            if has_host:
+                here[HOST] += (place == CPU for place in places)
+        found.groups.append(_of_group(group, here, manager))
     yield found
 
 
 def _of_group(
-    group: KeyedGroup,
-    here: Mapping[str, Sequence[bool]],
-    explain: Explain,
+    group: KeyedGroup, here: Mapping[str, Sequence[bool]], manager: Manager
 ) -> GroupFound:
     count = len(group.keys)
     anywhere = [any(of_chunk) for of_chunk in zip(*here.values(), strict=True)]
@@ -78,7 +60,7 @@ def _of_group(
     found.tiers = {name: _held(present) for name, present in here.items()}
     found.any = _held(anywhere)
     if found.any.leading < count:
-        (found.missing,) = explain([group.keys[found.any.leading]])
+        (found.missing,) = manager.explain([group.keys[found.any.leading]])
     return found
 
 

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -339,13 +340,16 @@ def test_each_step_looks_up_a_portion_and_waits_for_slow_tiers():
     prompt = keys(3 * PORTION - 10)
     asked, told = [], set(prompt[: PORTION + 5])
 
-    def slow(part):
+    def explain(part):
         asked.append(len(part))
-        return [None] * len(part) if len(asked) % 2 else [key in told for key in part]
+        return ["CPU" if key == prompt[0] else "evicted" for key in part]
 
-    tiers = {"cpu": lambda part: [key == prompt[0] for key in part], "slow": slow}
+    def holds(key):
+        return None if len(asked) % 2 else key in told
+
+    manager = SimpleNamespace(explain=explain, tiers=[SimpleNamespace(name="slow", holds=holds)])
     group = KeyedGroup(prompt, 4, True)
-    *steps, found = look_up(1, [group], tiers, lambda some: ["evicted"] * len(some))
+    *steps, found = look_up(1, [group], manager, has_host=True)
     assert steps == [None] * 6
     assert max(asked) == PORTION
     (group,) = found.groups

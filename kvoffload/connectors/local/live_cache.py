@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 from kvoffload.config import OffloadConfig
 from kvoffload.connectors.builder import TieredOffloadingSpec
-from kvoffload.connectors.cache_lookup import KeyedGroup, look_up, tiers_of
+from kvoffload.connectors.cache_lookup import KeyedGroup, look_up
 from kvoffload.connectors.control_server import Orders, Refused, serve_operators
 from kvoffload.connectors.local.chunking import ChunkGroups
 from kvoffload.connectors.local.transfers import Transfers
@@ -68,19 +68,12 @@ class LocalOperators:
             KeyedGroup(keys[group.index], group.chunk_tokens, group.reads_all)
             for group in self._groups.offloaded
         ]
-        return self._look_up(len(token_ids), groups)
-
-    def clear(self, tier: str) -> Iterator[str | None]:
-        return self._clear(tier)
+        has_host = bool(self._config.cpu_bytes)
+        return look_up(len(token_ids), groups, self._manager, has_host=has_host)
 
     # ---- on the engine's thread ----
 
-    def _look_up(self, num_tokens: int, groups: list[KeyedGroup]) -> Iterator[Found | None]:
-        explain = self._manager.explain
-        tiers = tiers_of(explain, self._manager.tiers, has_host=bool(self._config.cpu_bytes))
-        yield from look_up(num_tokens, groups, tiers, explain)
-
-    def _clear(self, tier: str) -> Iterator[str | None]:
+    def clear(self, tier: str) -> Iterator[str | None]:
         self._transfers.mark_stale()
         if tier in ("", HOST):
             self._manager.reset_cache()

@@ -17,7 +17,7 @@ from vllm.v1.core.kv_cache_utils import get_request_block_hasher
 from vllm.v1.kv_offload.base import make_offload_key
 from vllm.v1.request import Request
 
-from kvoffload.connectors.cache_lookup import KeyedGroup, look_up, tiers_of
+from kvoffload.connectors.cache_lookup import KeyedGroup, look_up
 from kvoffload.connectors.control_server import ControlServer, Orders, Refused, serve_operators
 from kvoffload.connectors.tier_io import tier_names
 from kvoffload.connectors.vllm.engine_weights import our_connectors
@@ -112,20 +112,16 @@ class Operators:
         )
         return list(request.block_hashes)
 
-    def clear(self, tier: str) -> Iterator[str | None]:
-        return self._clear(tier)
-
     # ---- on the scheduler's thread ----
 
     def _look_up(self, num_tokens: int, groups: list[KeyedGroup]) -> Iterator[Found | None]:
         half = self._half
         while half.tiers is None:
             yield None  # the workers have yet to say what they have
-        explain = half.adapter.manager.explain
-        tiers = tiers_of(explain, half.tiers.tiers, has_host=bool(half.settings.cpu_bytes))
-        yield from look_up(num_tokens, groups, tiers, explain)
+        has_host = bool(half.settings.cpu_bytes)
+        yield from look_up(num_tokens, groups, half.adapter.manager, has_host=has_host)
 
-    def _clear(self, tier: str) -> Iterator[str | None]:
+    def clear(self, tier: str) -> Iterator[str | None]:
         half = self._half
         while half.tiers is None or half.generations.order is not None:
             yield None
