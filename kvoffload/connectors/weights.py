@@ -12,7 +12,7 @@ import re
 import stat
 import time
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -97,7 +97,6 @@ def weights_identity(
     reads_files: bool = True,
     dummy_seed: int | None = None,
     unknown: str = "",
-    strangers: str = "by another instance",
 ) -> str:
     """Tell the weights apart: by the setting, by a commit, or by the content of their files.
 
@@ -108,7 +107,6 @@ def weights_identity(
         reads_files: whether the engine reads just the files of the folder, or of the commit.
         dummy_seed: of random weights; None for real ones.
         unknown: the name of weights that nothing tells; a name that no restart repeats if empty.
-        strangers: who finds nothing of such weights, for people.
     """
     if weights_id:
         return weights_id
@@ -121,9 +119,8 @@ def weights_identity(
             return digest
     log.warning(
         "kvoffload: neither a commit nor files tell which weights of %s these are, so "
-        "NOTHING STORED WILL BE FOUND after a restart or %s. Set weights_id.",
+        "NOTHING STORED WILL BE FOUND after a restart or by another instance. Set weights_id.",
         model,
-        strangers,
     )
     return unknown or f"known to this process alone: {uuid.uuid4().hex}"
 
@@ -139,18 +136,17 @@ def folder_digest(folder: Path) -> str | None:
         folder: of the model, or its file.
     """
     begun_s = time.monotonic()
-    digest, num_weights = hashlib.sha256(), 0
     try:
-        for name, file in _named(folder):
-            num_weights += file.suffix in _WEIGHTS
-            digest.update(_framed(os.fsencode(name)) + _framed(_told(file).encode()))
+        files = list(_named(folder))
+        digest = _digest(files)
     except OSError as error:  # it vanished, or is cut, or is of another user
         log.warning("kvoffload: the weights in %s cannot be read: %s", folder, error)
         return None
     if (took_s := time.monotonic() - begun_s) > _SLOW_S:
         log.info("kvoffload: the weights in %s were sampled in %.1f s", folder, took_s)
     # Of weights that are streamed from elsewhere the folder has the configuration only.
-    return f"content {digest.hexdigest()}" if num_weights else None
+    has_weights = any(file.suffix in _WEIGHTS for _, file in files)
+    return f"content {digest}" if has_weights else None
 
 
 def files_digest(folder: Path) -> str | None:
@@ -160,15 +156,15 @@ def files_digest(folder: Path) -> str | None:
     """
     if not folder.is_dir():
         return None
-    digest = hashlib.sha256()
     try:
-        for name, file in _named(folder):
-            if file.suffix not in _WEIGHTS and not name.endswith(_INDEX):
-                digest.update(_framed(os.fsencode(name)) + _framed(_told(file).encode()))
+        return _digest(
+            (name, file)
+            for name, file in _named(folder)
+            if file.suffix not in _WEIGHTS and not name.endswith(_INDEX)
+        )
     except OSError as error:
         log.warning("kvoffload: files in %s cannot be read, so starts are cold: %s", folder, error)
         return f"known to this process alone: {uuid.uuid4().hex}"
-    return digest.hexdigest()
 
 
 def tokenizer_identity(tokenizer: str, revision: str | None) -> str:
@@ -180,16 +176,14 @@ def tokenizer_identity(tokenizer: str, revision: str | None) -> str:
     """
     if commit := commit_of(tokenizer, revision, "tokenizer_config.json"):
         return f"commit {commit}"
-    digest, found = hashlib.sha256(), False
+    listed = sorted(_HARMLESS_FILES[_OF_TOKENIZERS].split())
     try:
-        for name in sorted(_HARMLESS_FILES[_OF_TOKENIZERS].split()):
-            if (file := Path(tokenizer) / name).is_file():
-                digest.update(_framed(name.encode()) + _framed(file_digest(file).encode()))
-                found = True
+        files = [(name, file) for name in listed if (file := Path(tokenizer, name)).is_file()]
+        if files:
+            return _digest(files)
     except OSError as error:
         log.warning("kvoffload: %s cannot be read, so starts are cold: %s", tokenizer, error)
-        found = False
-    return digest.hexdigest() if found else f"known to this process alone: {uuid.uuid4().hex}"
+    return f"known to this process alone: {uuid.uuid4().hex}"
 
 
 def generation_facts(settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -276,6 +270,14 @@ def _is_file(file: Path) -> bool:
         if file.is_symlink() and file.suffix not in _WEIGHTS:
             return False  # a cache of a hub keeps links to files that were not fetched
         raise
+
+
+def _digest(files: Iterable[tuple[str, Path]]) -> str:
+    """Digest files with their names; raises OSError."""
+    digest = hashlib.sha256()
+    for name, file in files:
+        digest.update(_framed(os.fsencode(name)) + _framed(_told(file).encode()))
+    return digest.hexdigest()
 
 
 def _told(file: Path) -> str:
