@@ -5,7 +5,8 @@ import time
 from collections.abc import Callable
 
 from benchmarks.harness import Row, row
-from kvoffload.connectors.vllm.rank_tiers import TierIndex, WorkerPresence
+from kvoffload.connectors.vllm.tier_index import TierIndex
+from kvoffload.connectors.vllm.worker_presence import WorkerPresence
 from kvoffload.messages import OffloadKey, make_offload_key
 from kvoffload.offload.base import ReqContext
 from kvoffload.offload.host_cache import HostCache

@@ -8,8 +8,9 @@ import pytest
 from kvoffload.backends.base import Removal
 from kvoffload.backends.memory import MemoryBackend, MemoryOptions
 from kvoffload.config import parse_config
-from kvoffload.connectors.vllm import rank_tiers
-from kvoffload.connectors.vllm.rank_tiers import QUIET_S, PresenceQuery, RankTiers, WorkerPresence
+from kvoffload.connectors.vllm import worker_presence
+from kvoffload.connectors.vllm.rank_tiers import QUIET_S, RankTiers
+from kvoffload.connectors.vllm.worker_presence import PresenceQuery, WorkerPresence
 from kvoffload.io.chunk_jobs import same_length
 from kvoffload.io.open_stores import OpenStore
 from kvoffload.io.protocol import PresenceChanges, Present
@@ -137,7 +138,7 @@ async def test_chunks_that_all_ranks_have_hit_as_soon_as_their_reports_are_in(ra
 
 
 async def test_a_listing_comes_in_portions(ranks, monkeypatch):
-    monkeypatch.setattr(rank_tiers, "MAX_CHANGES", 4)
+    monkeypatch.setattr(worker_presence, "MAX_CHANGES", 4)
     for rank in range(2):
         earlier = MemoryBackend(MemoryOptions(), "earlier")
         await earlier.write(KEYS, filled(KEYS))
@@ -176,8 +177,8 @@ async def test_a_question_whose_answer_does_not_come_in_time_is_no(ranks, monkey
     assert tier.take_questions() == KEYS[:2]
     tier.answered(Present("tier", KEYS[:1], [True]))
     assert worker.take_answers() == []
-    late_s = rank_tiers.time.monotonic() + tier.lookup_timeout_s
-    monkeypatch.setattr(rank_tiers.time, "monotonic", lambda: late_s)
+    late_s = worker_presence.time.monotonic() + tier.lookup_timeout_s
+    monkeypatch.setattr(worker_presence.time, "monotonic", lambda: late_s)
     answers = {answer.number: answer.present for answer in worker.take_answers()}
     assert answers == {1: [True, False], 2: [False]}
     tier.answered(Present("tier", KEYS[:2], [True, True]))

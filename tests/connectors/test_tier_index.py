@@ -7,8 +7,8 @@ import pytest
 from opcodes import count_opcodes
 
 from kvoffload.backends.base import Removal
-from kvoffload.connectors.vllm import rank_tiers
-from kvoffload.connectors.vllm.rank_tiers import TierIndex
+from kvoffload.connectors.vllm import tier_index
+from kvoffload.connectors.vllm.tier_index import TierIndex
 from kvoffload.messages import make_offload_key
 from kvoffload.offload.host_cache import HostCache
 from kvoffload.offload.manager import Tier, TieredOffloadingManager
@@ -71,8 +71,8 @@ def some(rng):
 @pytest.mark.parametrize("num_ranks", [1, 2, 8])
 @pytest.mark.parametrize("seed", range(8))
 def test_it_agrees_with_the_model_in_every_order_of_reports(num_ranks, seed, monkeypatch):
-    monkeypatch.setattr(rank_tiers, "_MOST_BITS", 14)  # bits run out soon
-    monkeypatch.setattr(rank_tiers, "_LEAST_LIMIT", 6)
+    monkeypatch.setattr(tier_index, "_MOST_BITS", 14)  # bits run out soon
+    monkeypatch.setattr(tier_index, "_LEAST_LIMIT", 6)
     rng, ranks = random.Random(seed), [3 * i for i in range(num_ranks)]
     index, model = TierIndex(ranks, 1.0, clock=lambda: 0.0), Model(ranks)
     verbs = ("apply",) * 6 + ("written", "written", "removed", "forget", "restart", "completed")
@@ -122,7 +122,7 @@ def test_a_lookup_waits_for_a_listing_only_so_long():
 
 
 def test_lookups_that_wait_are_bounded(monkeypatch):
-    monkeypatch.setattr(rank_tiers, "_MAX_ASKED", 4)
+    monkeypatch.setattr(tier_index, "_MAX_ASKED", 4)
     index = TierIndex([0], 0.25, clock=lambda: 0.0)
     assert [index.holds(key) for key in KEYS[:6]] == [None] * 4 + [False] * 2
     index.completed(0)
@@ -131,7 +131,7 @@ def test_lookups_that_wait_are_bounded(monkeypatch):
 
 @pytest.mark.parametrize("restarts", [1, 200])
 def test_what_no_rank_has_any_more_leaves_memory(restarts, monkeypatch):
-    monkeypatch.setattr(rank_tiers, "_LEAST_LIMIT", 100)
+    monkeypatch.setattr(tier_index, "_LEAST_LIMIT", 100)
     index = TierIndex([0, 1], 1.0)
     for turn in range(restarts):
         for rank in (0, 1):
@@ -143,7 +143,7 @@ def test_what_no_rank_has_any_more_leaves_memory(restarts, monkeypatch):
 
 
 def test_a_store_that_reports_no_removals_leaves_no_flags_behind(monkeypatch):
-    monkeypatch.setattr(rank_tiers, "_LEAST_LIMIT", 100)
+    monkeypatch.setattr(tier_index, "_LEAST_LIMIT", 100)
     index = TierIndex([0], 1.0)
     for turn in range(20):
         keys = [b"%d %d" % (turn, i) for i in range(60)]

@@ -8,7 +8,7 @@ import pickle
 
 import psutil
 
-from kvoffload.connectors.vllm.rank_tiers import WorkerPresence
+from kvoffload.connectors.vllm.worker_presence import WorkerPresence
 from kvoffload.io.client import IOClient
 from kvoffload.io.forms import ServerProcess
 from kvoffload.transfer.slab import Slab, create_shared_memory

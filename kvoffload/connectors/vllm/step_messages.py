@@ -11,7 +11,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
 from kvoffload.backends.base import Removal
 from kvoffload.connectors.jobs import JobTable
 from kvoffload.connectors.vllm.kv_caches import Write
-from kvoffload.connectors.vllm.rank_tiers import IndexPart, PresenceQuery, PresenceReply
+from kvoffload.connectors.vllm.worker_presence import IndexPart, PresenceQuery, PresenceReply
 from kvoffload.identity import Fact
 from kvoffload.messages import BackendLoadStoreSpec, CPULoadStoreSpec, TransferResult
 from kvoffload.offload.base import Job

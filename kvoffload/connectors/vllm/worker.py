@@ -30,10 +30,10 @@ from kvoffload.connectors.vllm.kv_caches import (
     cut,
     layers_of_groups,
 )
-from kvoffload.connectors.vllm.rank_tiers import WorkerPresence
 from kvoffload.connectors.vllm.self_test import check_tiers
 from kvoffload.connectors.vllm.start import VllmConfigSettings, is_synchronous, unbound
 from kvoffload.connectors.vllm.step_messages import StepMetadata, WorkerInfo, WorkerReport
+from kvoffload.connectors.vllm.worker_presence import WorkerPresence
 from kvoffload.io.remote_tier import RemoteTier
 from kvoffload.messages import TransferResult
 from kvoffload.metrics.endpoint import MetricsServer, serve_metrics

@@ -12,8 +12,8 @@ from vllm.v1.kv_offload.base import LookupResult, ReqContext
 from kvoffload.connectors.jobs import JobTable
 from kvoffload.connectors.vllm.engine_metrics import metric_definitions
 from kvoffload.connectors.vllm.manager_adapter import ManagerAdapter
-from kvoffload.connectors.vllm.rank_tiers import TierIndex
 from kvoffload.connectors.vllm.step_messages import WorkerReport
+from kvoffload.connectors.vllm.tier_index import TierIndex
 from kvoffload.messages import TransferResult, make_offload_key
 from kvoffload.metrics.samples import packed
 from kvoffload.offload.base import ReqContext as OurContext

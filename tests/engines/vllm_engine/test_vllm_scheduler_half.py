@@ -20,13 +20,13 @@ from vllm.v1.kv_offload.base import LookupResult, ReqContext
 from kvoffload import registry
 from kvoffload.backends.base import Removal
 from kvoffload.connectors.vllm import withheld_stores
-from kvoffload.connectors.vllm.rank_tiers import IndexPart, PresenceReply
 from kvoffload.connectors.vllm.scheduler import (
     IDLE_S,
     KVOffloadScheduler,
     OffloadingConnectorScheduler,
 )
 from kvoffload.connectors.vllm.step_messages import StepMetadata, WorkerInfo, WorkerReport
+from kvoffload.connectors.vllm.worker_presence import IndexPart, PresenceReply
 from kvoffload.errors import ConfigError
 from kvoffload.messages import TransferResult, make_offload_key
 from kvoffload.offload.base import ReqContext as OurContext
