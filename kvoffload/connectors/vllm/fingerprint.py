@@ -2,31 +2,23 @@
 
 :mod:`kvoffload.connectors.vllm.harmless_fields` lists what is left out. What the worker resolves is
 a fact in its resolved form, so that an option may be spelled in several ways.
-
-An operator changes ``max_model_len`` often, and most models compute the same KV cache then. Some
-rotate keys by it, or tune the temperature of attention. A model whose code names the length counts
-as such a model, unless its code was read.
-
-vLLM's code reads variables past ``vllm.envs``, and so do kernels that come with it. Those that may
-change a byte of the KV cache are facts where they are set. Names belong to vLLM 0.32 and 0.33; a
-test looks for new ones in the sources of the version that is installed.
 """
 
 import hashlib
-import os
 import platform
 import sys
 from collections.abc import Iterator, Mapping
 from importlib.metadata import version
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
-from kvoffload.connectors.configuration import fact, facts_of, names
+from kvoffload.connectors.configuration import fact, facts_of
 from kvoffload.connectors.hf_config import hf_facts
 from kvoffload.connectors.vllm import harmless_fields as harmless
 from kvoffload.connectors.vllm.engine_weights import format_read, weights_of
+from kvoffload.connectors.vllm.longest_request import length_fact
 from kvoffload.connectors.vllm.start import VllmConfigSettings, installed_version, release_series
+from kvoffload.connectors.vllm.variables import variables
 from kvoffload.connectors.weight_samples import file_digest
 from kvoffload.connectors.weights import files_digest, generation_facts, tokenizer_identity
 from kvoffload.errors import ConfigError
@@ -108,24 +100,6 @@ def resolve_facts(
         facts["rank"] = parallel.rank
         facts["tensor_parallel"] = parallel.tensor_parallel_size
     return facts
-
-
-def variables() -> dict[str, Fact]:
-    """Return what vLLM reads from the environment, as it understands it."""
-    from vllm import envs
-
-    return set_elsewhere() | {
-        f"env.{name}": fact(name, _variable(envs, name))
-        for name in sorted(envs.environment_variables)
-        if name not in harmless.VARIABLES
-    }
-
-
-def _variable(envs: Any, name: str) -> Any:
-    try:
-        return getattr(envs, name)
-    except Exception as error:  # vLLM fails where it needs it; a wrong value is a value
-        return f"unclear: {error}"
 
 
 def platform_fact(vllm_config: Any, kv_caches: Mapping[str, Any]) -> str:
@@ -364,139 +338,3 @@ def _groups(kv_cache_config: Any) -> str:
         + ",".join(group.layer_names)
         for group in kv_cache_config.kv_cache_groups
     )
-
-
-# ---- The longest request ----
-
-_MODELS = "vllm.model_executor.models."
-_NAMED_FOR_SIZES = frozenset(
-    {
-        # sizes of CUDA graphs of an image encoder, or of the largest dummy image
-        "cohere_compass", "deepseek_ocr", "deepseek_vl2", "ernie45_vl", "gemma3_mm", "gemma4_mm",
-        "glm4_1v", "idefics3", "internvl", "kimi_k25", "kimi_vl", "lfm2_vl", "minicpmv", "mllama4",
-        "qwen2_5_vl", "qwen2_vl", "qwen3_vl", "step3_vl",
-        # sizes of an indexer's buffers
-        "deepseek_v2",
-        # the length of a table of rotations; see _ROTATE_BY_POSITION_ALONE
-        "minimax_m2", "plamo3",
-        # limits of encoders and of recurrent states' blocks, which have facts of their own
-        "config", "colpali",
-        # whether rotations that depend on the length can be switched off
-        "transformers.utils",
-    }
-)  # fmt: skip
-"""Modules that name the length, and compute the same KV cache for each length."""
-_ROTATE_BY_POSITION_ALONE = frozenset(
-    {"default", "linear", "llama3", "yarn", "mrope", "deepseek_yarn", "proportional", "longrope"}
-)
-
-
-def length_fact(model_config: Any) -> bool | int | None:
-    """Tell what the longest request changes; None for a model that it does not concern."""
-    longest = int(model_config.max_model_len)
-    types = set(_rope_types(model_config.hf_config.to_dict()))
-    if types - _ROTATE_BY_POSITION_ALONE or not _is_of_vllm(model_config):
-        return longest
-    if any(map(_reads_length, _loaded_models())):
-        return longest
-    return long_rope(model_config) if "longrope" in types else None
-
-
-def long_rope(model_config: Any) -> bool | int:
-    """Tell which factors vLLM rotates keys with.
-
-    Source: ``Phi3LongRoPEScaledRotaryEmbedding`` of vLLM.
-    """
-    config = getattr(model_config, "hf_text_config", model_config.hf_config)
-    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
-    name, longest = "original_max_position_embeddings", int(model_config.max_model_len)
-    original = rope.get(name) or getattr(config, name, None)
-    return longest if original is None else longest > original
-
-
-def _rope_types(value: Any, in_rope: bool = False) -> Iterator[str]:
-    """Yield how a configuration, and those in it, rotate keys."""
-    if not isinstance(value, Mapping):
-        return
-    for name, inner in value.items():
-        if in_rope and name in ("rope_type", "type") and isinstance(inner, str):
-            yield inner
-        yield from _rope_types(inner, in_rope or str(name).startswith("rope_"))
-
-
-def _is_of_vllm(model_config: Any) -> bool:
-    """Whether the model's code is vLLM's, and no plug-in's."""
-    from vllm import ModelRegistry
-
-    entries = [ModelRegistry.models.get(name) for name in model_config.architectures]
-    homes = [getattr(entry, "module_name", "") for entry in entries if entry is not None]
-    return all(str(home).startswith(_MODELS) for home in homes)
-
-
-def _loaded_models() -> list[ModuleType]:
-    """Return the modules of models that this process has imported, the engine's own among them."""
-    return [module for name, module in list(sys.modules.items()) if name.startswith(_MODELS)]
-
-
-def _reads_length(module: ModuleType) -> bool:
-    if module.__name__.removeprefix(_MODELS) in _NAMED_FOR_SIZES:
-        return False
-    try:
-        return "max_model_len" in Path(str(module.__file__)).read_text()
-    except (OSError, ValueError):
-        return True
-
-
-# ---- Variables past ``vllm.envs`` ----
-
-_OF_KERNELS = (
-    "AITER_", "FA_", "FLA_", "FLASHINFER_", "FLASH_ATTENTION_", "FMHA_", "INKLING_", "MINIMAX_",
-    "MSA_",
-)  # fmt: skip
-"""What the names of variables begin with that packages of kernels read."""
-
-OF_PRECISION = (
-    "CUBLAS_EMULATE_DOUBLE_PRECISION", "CUBLAS_EMULATE_SINGLE_PRECISION",
-    "DNNL_DEFAULT_FPMATH_MODE", "NVIDIA_TF32_OVERRIDE", "ONEDNN_DEFAULT_FPMATH_MODE",
-    "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "TRITON_F32_DEFAULT",
-)  # fmt: skip
-"""Variables of cuBLAS, oneDNN, Torch and Triton: no source of an engine names them."""
-
-_ELSEWHERE = {
-    "kernels, and their precision": (
-        "ARCH COMPILE_ONLY FLASHINFER_DISABLE_FP4_QUANT_FAST_MATH FORCE_NUM_KV_SPLITS "
-        "GDN_RECOMPUTE_SUPPRESS_LEVEL LAMPORT_RS_SCONV TRTLLM_DISABLE_FP4_QUANT_FAST_MATH "
-        "USE_DEFAULT_FLA_NORM USE_FLAGOS VLLM_MINIMAX_M3_MSA_CUTLASS_MIN_BATCH "
-        "XPU_USE_TRITON_KERNEL"
-    ),
-    "libraries below Torch multiply 32-bit floats with fewer bits": " ".join(OF_PRECISION),
-    "media are read so after their hash is made": "XHS_VIDEO_JPEG_QUALITY",
-}
-_HARMLESS_OF_KERNELS = {
-    "where files and caches are": (
-        "FLASHINFER_CUBINS_REPOSITORY FLASH_ATTENTION_CUTE_DSL_CACHE_DIR "
-        "MINIMAX_KERNELS_CUTE_AOT_CACHE"
-    ),
-    "how kernels are compiled and kept": (
-        "FLASHINFER_CUDA_ARCH_LIST FLASHINFER_DISABLE_VERSION_CHECK FLASHINFER_EXTRA_LDFLAGS "
-        "FLASHINFER_JIT_DEBUG FLASHINFER_JIT_VERBOSE FLASHINFER_NVCC FLASHINFER_WORKSPACE_BASE "
-        "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED"
-    ),
-    "what is logged and measured": (
-        "FA_LOG_LEVEL FMHA_GMEM_CHECK FLASHINFER_LOGDEST FLASHINFER_LOGGING_LEVEL "
-        "FLASHINFER_LOGLEVEL MINIMAX_KERNELS_KVOUTER_COUNT_REPLICAS "
-        "MINIMAX_KERNELS_KVOUTER_DEBUG_ARTIFACTS MINIMAX_LOG_COMPILE"
-    ),
-}
-ELSEWHERE, HARMLESS_OF_KERNELS = names(_ELSEWHERE), names(_HARMLESS_OF_KERNELS)
-
-
-def is_fact(name: str) -> bool:
-    """Whether a variable that ``vllm.envs`` does not know counts where it is set."""
-    return name in ELSEWHERE or (name.startswith(_OF_KERNELS) and name not in HARMLESS_OF_KERNELS)
-
-
-def set_elsewhere() -> dict[str, Fact]:
-    """Return the variables of this process that count."""
-    found = {name: value for name, value in os.environ.items() if is_fact(name)}
-    return {f"env.{name}": fact(name, found[name]) for name in sorted(found)}

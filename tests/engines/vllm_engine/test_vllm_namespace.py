@@ -18,16 +18,10 @@ import vllm.config
 from vllm import envs
 from vllm.config import VllmConfig
 
-from kvoffload.connectors.vllm import engine_weights, fingerprint
+from kvoffload.connectors.vllm import engine_weights, fingerprint, longest_request
 from kvoffload.connectors.vllm import harmless_fields as harmless
-from kvoffload.connectors.vllm.fingerprint import (
-    ELSEWHERE,
-    HARMLESS_OF_KERNELS,
-    is_fact,
-    length_fact,
-    long_rope,
-    variables,
-)
+from kvoffload.connectors.vllm.longest_request import length_fact, long_rope
+from kvoffload.connectors.vllm.variables import ELSEWHERE, HARMLESS_OF_KERNELS, is_fact, variables
 from kvoffload.errors import ConfigError
 from kvoffload.identity import namespace
 from tests.engines.vllm_engine import read_elsewhere
@@ -87,7 +81,7 @@ def model(models):
 def loaded_models(monkeypatch):
     """Modules of models that count as loaded; other tests of this process may have loaded more."""
     loaded = []
-    monkeypatch.setattr(fingerprint, "_loaded_models", lambda: loaded)
+    monkeypatch.setattr(longest_request, "_loaded_models", lambda: loaded)
     return loaded
 
 
