@@ -52,6 +52,8 @@ def after_request(result: None, request: Any, *args: Any, **kwargs: Any) -> None
 def around_load(load: Callable[..., Any], manager: Any, adapter: Any) -> Any:
     """Name an adapter by its content, which must be the same before and after it is read."""
     _managers[:] = [manager]
+    for gone in _adapters.keys() - getattr(manager, "lora_refs", _adapters).keys():
+        del _adapters[gone]  # unloaded: a further load notes it again
     before = _content(adapter.lora_path)
     answer = load(manager, adapter)
     is_known = before is not None and _content(adapter.lora_path) == before

@@ -121,6 +121,17 @@ def test_an_adapter_is_named_by_its_content(manager, adapter):
     assert seed(adapter("a", 1)) == first
 
 
+def test_adapters_that_are_unloaded_are_forgotten(manager, adapter, monkeypatch):
+    """SGLang names each load anew: a trainer may load thousands."""
+    monkeypatch.setattr(request_keys, "_adapters", {})
+    manager.lora_refs = {"kept": LoRARef(lora_id="kept", lora_name="k", lora_path=adapter("k", 1))}
+    manager._load_lora_adapter(manager.lora_refs["kept"])
+    for number in range(4):
+        manager._load_lora_adapter(LoRARef(lora_name="a", lora_path=adapter("a", number)))
+    assert len(request_keys._adapters) == 2
+    assert "kept" in request_keys._adapters
+
+
 def test_adapters_of_the_command_line_are_named_by_their_content(manager, adapter, options):
     refs = [LoRARef(lora_id="x", lora_name="a", lora_path=adapter("a", 1))]
     with pytest.raises(RuntimeError, match="base_hf_config"):  # there is no model
