@@ -23,35 +23,29 @@ def register_hooks() -> None:
     HookRegistry.register(start_check.RESOLVE, start_check.check_settings)
     if SCHEDULER not in sys.modules:
         return
-    for target, hook in _before().items():
-        HookRegistry.register(target, hook, HookType.BEFORE)
-    for target, hook in _after().items():
-        HookRegistry.register(target, hook, HookType.AFTER)
-    for target, hook in _around().items():
-        HookRegistry.register(target, hook, HookType.AROUND)
+    for kind, hooks in _hooks().items():
+        for target, hook in hooks.items():
+            HookRegistry.register(target, hook, HookType[kind])
 
 
-def _before() -> dict[str, Callable[..., Any]]:
+def _hooks() -> dict[str, dict[str, Callable[..., Any]]]:
+    """Return the hooks of each type, by the function that they are on."""
     return {
-        **dict.fromkeys(weight_hooks.UPDATES, weight_hooks.before_update),
-        weight_hooks.RELEASE: weight_hooks.before_release,
-        weight_hooks.CHECK: weight_hooks.before_check,
-    }
-
-
-def _after() -> dict[str, Callable[..., Any]]:
-    return {
-        **dict.fromkeys(weight_hooks.ENDS, weight_hooks.after_end),
-        weight_hooks.FLUSH: weight_hooks.after_flush,
-        request_keys.INIT: request_keys.after_request,
-    }
-
-
-def _around() -> dict[str, Callable[..., Any]]:
-    return {
-        request_keys.LOAD: request_keys.around_load,
-        controller_hooks.ATTACH: controller_hooks.around_attach,
-        controller_hooks.SHOULD_BACKUP: controller_hooks.around_should_backup,
+        "BEFORE": {
+            **dict.fromkeys(weight_hooks.UPDATES, weight_hooks.before_update),
+            weight_hooks.RELEASE: weight_hooks.before_release,
+            weight_hooks.CHECK: weight_hooks.before_check,
+        },
+        "AFTER": {
+            **dict.fromkeys(weight_hooks.ENDS, weight_hooks.after_end),
+            weight_hooks.FLUSH: weight_hooks.after_flush,
+            request_keys.INIT: request_keys.after_request,
+        },
+        "AROUND": {
+            request_keys.LOAD: request_keys.around_load,
+            controller_hooks.ATTACH: controller_hooks.around_attach,
+            controller_hooks.SHOULD_BACKUP: controller_hooks.around_should_backup,
+        },
     }
 
 
@@ -65,7 +59,7 @@ def check_hooks() -> None:
     """
     from sglang.srt.plugins.hook_registry import HookRegistry
 
-    wanted = {**_before(), **_after(), **_around()}
+    wanted = {target: hook for each in _hooks().values() for target, hook in each.items()}
     hooks = set(wanted.values())
     for target in sorted(wanted):
         registered = {hook for _, hook, _ in HookRegistry._hooks.get(target, ())}
