@@ -107,7 +107,8 @@ class DiskStore(Counts):
         self.quarantine = Quarantine(self.root)
         self.ready = threading.Event()
         """Set once the index knows everything that was on disk at the start."""
-        if self.root.evictor.held and self.root.fresh:
+        # Of a root that was emptied, the quota may count what it had, until a scan corrects it.
+        if self.root.evictor.held and self.root.fresh and not self.root.quota.resident_bytes:
             self.set_ready()
 
     def close(self) -> None:

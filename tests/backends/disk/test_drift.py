@@ -3,6 +3,7 @@
 import asyncio
 import errno
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -38,6 +39,20 @@ async def test_chunks_that_a_person_removed_are_no_longer_counted(tmp_path, monk
     assert await until(lambda: not any(map(backend.holds, keys)))
     assert await until(lambda: backend._store.root.quota.refresh() == 0)
     assert await write(backend, new) == [True] * 8
+    await backend.close()
+
+
+async def test_a_root_that_was_emptied_while_nothing_used_it_is_counted_anew(tmp_path):
+    backend = open_disk(tmp_path, **FULL)
+    assert await write(backend, keys_of(5)) == [True] * 5
+    await backend.close()
+    for path in tmp_path.glob("[!.]*"):  # as a shell's * names them
+        shutil.rmtree(path)
+    backend = open_disk(tmp_path, **FULL)
+    assert backend._store.root.quota.refresh() == 0
+    new = keys_of(8, "new")
+    assert await write(backend, new) == [True] * 8
+    assert all(map(backend.holds, new))
     await backend.close()
 
 
