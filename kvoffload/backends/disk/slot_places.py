@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from kvoffload.backends.disk.index import Name, name_of
-from kvoffload.backends.disk.segment import FREE, WRITING, Segment, key_in
+from kvoffload.backends.disk.segment import FREE, WRITING, Segment
 
 Place = int
 """Slot times ``MOST_SEGMENTS``, plus the number of the segment: less memory than a pair."""
@@ -150,18 +150,10 @@ class Places:
             return at.segment.claim(at.slot, key)
 
     def forget(self, name: Name, at: At) -> None:
-        """Forget a chunk that is gone.
-
-        What another process removed, it frees. What is lost though the table has it, the next
-        clean-up frees, of an own segment.
-        """
-        segment = at.segment
+        """Forget a chunk that another process removed; that one frees its slot."""
         with self.lock:
             if self._places.get(name) == at.place:
                 del self._places[name]
-                with contextlib.suppress(OSError):
-                    if segment.is_own and key_in(segment.entry(at.slot)) == name[2:]:
-                        segment.stuck.setdefault(at.slot, 0)
 
     def free(self, segment: Segment, slot: int) -> None:
         """Free a slot of which no name tells; raises OSError: it stays out of use."""

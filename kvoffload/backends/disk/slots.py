@@ -102,8 +102,6 @@ class Slots:
         except FileNotFoundError:
             return "missing", None
         (reason,) = self.chunks.read(at.segment, at.slot, [key], self.digest, [target])
-        if reason == "missing":
-            self.segments.forget(name, at)
         return reason, None if reason is None else Seen(at.place, at.segment.slot_bytes)
 
     def runs(self, names: Sequence[Name], targets: Sequence[memoryview]) -> list[range]:

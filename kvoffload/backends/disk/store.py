@@ -215,7 +215,10 @@ class DiskStore(Counts):
         """Count a failed load; drop or quarantine the chunk."""
         if reason == "missing":
             self.count("read_missing")
-            if name in self.index and self.uses.is_fresh(name):
+            if seen is not None:  # a slot without bytes, as after a power loss
+                if not self.discard(name, "vanished", seen):
+                    self.index.hide([name])
+            elif name in self.index and name not in self.segments and self.uses.is_fresh(name):
                 self.note_removed(name, "vanished")
         elif reason.startswith("corrupt"):
             if not self._move_to_quarantine(name, seen, reason):
@@ -497,11 +500,16 @@ class DiskStore(Counts):
 
     # ---- removal ---------------------------------------------------------------------------
 
-    def discard(self, name: Name, reason: str) -> bool:
-        """Remove a chunk; return False if that is impossible."""
+    def discard(self, name: Name, reason: str, seen: Seen | None = None) -> bool:
+        """Remove a chunk; return False if that is impossible.
+
+        ``seen``: by a load; a chunk that was stored since stays.
+        """
         form = self._form_of(name)
         with self._publishing:
             try:
+                if seen is not None and not form.is_still(name, seen) and name in self.segments:
+                    return True
                 # File systems may allocate more after a write (extents, compression), so the
                 # present size may differ from the counted one.
                 size = self.index.size(name)

@@ -29,6 +29,7 @@ from kvoffload.backends.disk.vfs import Vfs
 from kvoffload.config import ByteSize
 from kvoffload.testing import payload_of
 from kvoffload.testing.backends import filled, keys_of, slots
+from tests.support.disk_chunks import stored_in
 from tests.support.older_engine import older_engine
 from tests.support.vfs import FailingVfs, HookedVfs, kind_of
 
@@ -269,6 +270,28 @@ async def test_damage_of_any_kind_is_a_miss_and_can_be_stored_again(tmp_path, ki
     assert await check(backend, keys) == [True] * 2
     set_aside = sum(path.stat().st_blocks * 512 for path in (tmp_path / QUARANTINE).iterdir())
     assert backend.usage().resident_bytes == chunk_bytes(tmp_path) + set_aside
+    await backend.close()
+
+
+@pytest.mark.parametrize("by_next_process", [False, True])
+async def test_a_chunk_whose_bytes_were_lost_gives_its_room_back_at_its_first_load(
+    tmp_path, by_next_process
+):
+    backend = open_segments(tmp_path)
+    keys = keys_of(3)
+    assert all(await write(backend, keys))
+    if by_next_process:
+        await backend.close()
+    (lost,) = (chunk for chunk in stored_in(tmp_path) if chunk.key == keys[1])
+    lost.wipe()  # as a power loss leaves it
+    if by_next_process:
+        backend = open_segments(tmp_path)
+    assert await check(backend, keys) == [True, False, True]
+    assert not backend.holds(keys[1])
+    assert backend._store.root.quota.refresh() == chunk_bytes(tmp_path) == 2 * ON_DISK
+    assert slot_blocks(tmp_path) == 2 * ON_DISK
+    assert await write(backend, keys) == [True] * 3
+    assert await check(backend, keys) == [True] * 3
     await backend.close()
 
 
