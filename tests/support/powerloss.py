@@ -121,10 +121,12 @@ class _File:
             if fate < 0.2:
                 break
             for at in range(0, len(step.data), SECTOR):
+                start, sector = step.offset + at, step.data[at : at + SECTOR]
                 if fate > 0.6 or rng.random() < 0.7:
-                    _put(content, step.offset + at, step.data[at : at + SECTOR])
-                elif len(content) < step.offset + at + SECTOR and rng.random() < 0.5:
-                    _put(content, step.offset + at, bytes(len(step.data[at : at + SECTOR])))
+                    _put(content, start, sector)
+                elif len(content) < start + len(sector) and rng.random() < 0.5:
+                    # What was synced of a sector that grows is not zero.
+                    content.extend(bytes(start + len(sector) - len(content)))
         if self.loose and rng.random() < 0.2:
             del content[rng.randrange(len(self.safe), len(content) + 1) :]
         return bytes(content)
