@@ -15,6 +15,8 @@ from kvoffload.messages import CanonicalKVCacheRef, CanonicalKVCaches, Canonical
 
 UNIT = 4
 """Tokens that a hash stands for."""
+PERIOD = 32
+"""Bytes after which the content of a page repeats itself."""
 
 
 def _spec(kind, block, **more):
@@ -49,6 +51,10 @@ KINDS = {
     "window of another size": Kind(
         (FULL, _spec(SlidingWindowSpec, UNIT, sliding_window=11)), ((256,), (5000,))
     ),
+    # Chunks of whole pages of memory: a disk moves neighbours by one call.
+    "whole pages": Kind((FULL,), ((4096,),), has_config=False),
+    "whole pages of two sizes": Kind((FULL, FULL), ((4096,), (8192, 4096))),
+    "slots and files": Kind((FULL, FULL), ((4096,), (65536, 8192))),
 }
 
 
@@ -79,8 +85,8 @@ class Memory:
     def _content(self, group, tensor, name):
         """What can only be computed from a prefix of one generation: ``name`` is both."""
         page = self.kind.pages[group][tensor]
-        seed = hashlib.blake2b(f"{group} {tensor}".encode() + name, digest_size=32).digest()
-        return torch.frombuffer(bytearray(seed * (page // 32 + 1)), dtype=torch.int8)[:page]
+        seed = hashlib.blake2b(f"{group} {tensor}".encode() + name, digest_size=PERIOD).digest()
+        return torch.frombuffer(bytearray(seed * (page // PERIOD + 1)), dtype=torch.int8)[:page]
 
     def write(self, group, block, name):
         for i, tensor in enumerate(self.tensors[group]):

@@ -37,6 +37,8 @@ class ModelRequest:
     begun_s: float = 0.0
     """When its load began."""
     state: str = "waiting"
+    is_told: bool = False
+    """Whether the connector knows that it waits."""
     is_mixed: bool = False
     """Whether it has KV of a generation before a reset."""
 
@@ -141,7 +143,8 @@ class ModelEngine:
 
     def _queue(self, request):
         self.waiting.append(request)
-        if self.draw.random() < 0.8:  # an engine need not tell
+        request.is_told = self.draw.random() < 0.8  # an engine need not tell
+        if request.is_told:
             self.connector.request_queued(request)
 
     def step(self):

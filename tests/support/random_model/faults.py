@@ -22,14 +22,20 @@ class Faults:
         control: of the hostile tiers.
         roots: folders of the tiers.
         server: of the Redis tier; None if there is none.
+        host: the server of the host that the engine attaches to; None if there is none.
     """
 
-    def __init__(self, draw, engine, control, roots, server):
+    def __init__(self, draw, engine, control, roots, server, host=None):
         self._draw = draw
         self._engine = engine
         self._control = control
         self._roots = roots
         self._server = server
+        self._host = host
+        self.key_files = []
+        """Of tiers that encrypt."""
+        self.are_files_touched = False
+        """Whether files of a tier were damaged or removed: its figures are of before."""
         self._cure = None
         """What lets the server answer again, while it does not."""
         self._stopped = []
@@ -48,6 +54,12 @@ class Faults:
         if self._server is not None:
             kinds += [self.pause_server, self.kill_server, self.empty_server, self.damage_values]
             weights += [3, 2, 1, 3]
+        if self.key_files:
+            kinds += [self.rotate_keys, self.lose_keys]
+            weights += [2, 1]
+        if self._host is not None:
+            kinds += [self.kill_host, self.stop_host, self.reload_host]
+            weights += [3, 2, 1]
         for fault in self._draw.choices(kinds, weights, k=self._draw.choice((1, 1, 2, 4))):
             self.log.append(fault.__name__)
             fault()
@@ -78,6 +90,9 @@ class Faults:
             {"disk_slow": 0.05, "disk_slow_s": draw.choice((0.1, 1.0))},
             {"disk_full": 0.7},
             {"disk_fails": 0.2},
+            {"disk_stale": 0.05},
+            {"disk_tears": 0.3},
+            {"policy": 0.2},
         ]
         chosen = {}
         for each in draw.sample(plans, draw.choice((1, 1, 2, 3))):
@@ -88,6 +103,7 @@ class Faults:
 
     def damage(self):
         """Turn a bit, cut off, or empty some chunk files."""
+        self.are_files_touched = True
         for path in self._some_chunks(4):
             with contextlib.suppress(OSError):
                 size = path.stat().st_size
@@ -98,6 +114,7 @@ class Faults:
 
     def remove(self):
         """Remove some chunk files, a namespace, or a whole root."""
+        self.are_files_touched = True
         roots = [root for root in self._roots if root.exists()]
         if not roots:
             return
@@ -117,6 +134,50 @@ class Faults:
     def _some_chunks(self, most):
         paths = [path for root in self._roots for path in _files(root) if len(path.name) > 40]
         return self._draw.sample(paths, min(most, len(paths)))
+
+    # ---- keys ----
+
+    def rotate_keys(self):
+        """Let the next stores that open encrypt with a new key, and read with some of the old."""
+        for path in self.key_files:
+            old = path.read_text().split() if path.exists() else []
+            write_keys(path, [new_key(self._draw), *old][: self._draw.choice((1, 2, 4))])
+
+    def lose_keys(self):
+        """Let no store open for a while."""
+        if self._cure is None:
+            for path in self.key_files:
+                path.rename(path.with_suffix(".lost"))
+            self._falls_ill(self._find_keys)
+
+    def _find_keys(self):
+        for path in self.key_files:
+            path.with_suffix(".lost").rename(path)
+
+    # ---- the server of the host ----
+
+    def kill_host(self):
+        if self._cure is None:
+            self._host.kill()
+            self._falls_ill(self._host.start)
+
+    def stop_host(self):
+        if self._cure is None:
+            pid = self._host.process.pid
+            os.kill(pid, signal.SIGSTOP)
+            self._falls_ill(lambda: os.kill(pid, signal.SIGCONT))
+
+    def reload_host(self):
+        """Take away the backends below the memory, or bring them back."""
+        if self._cure is None:
+            tiers = self._host.settings["backends"]
+            self._host.configure(backends=self._draw.choice(([], tiers)))
+            self._host.process.send_signal(signal.SIGHUP)
+            self._falls_ill(self._bring_backends)
+
+    def _bring_backends(self):
+        self._host.configure()
+        self._host.process.send_signal(signal.SIGHUP)
 
     # ---- the Redis server ----
 
@@ -227,6 +288,18 @@ class Faults:
         """The I/O process, if it is one and runs."""
         client = self._engine.connector._spec.io
         return [client._peer.pid] if client._link.is_up and hasattr(client._peer, "pid") else []
+
+
+def new_key(draw):
+    return draw.randbytes(32).hex()
+
+
+def write_keys(path, keys):
+    """Replace a file of keys in one step."""
+    draft = path.with_suffix(".draft")
+    draft.touch(mode=0o600)
+    draft.write_text("\n".join(keys))
+    draft.rename(path)
 
 
 def _files(root):

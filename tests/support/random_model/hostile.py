@@ -3,7 +3,8 @@
 ``hostile`` keeps the contract of a plug-in and is as nasty as that allows: it hangs without heeding
 cancellations, is slow, raises, answers with the wrong length, says that it lacks what it has, and
 fills memory with garbage until its call returns. ``shy`` is the same without an index. ``rough`` is
-the disk tier on a device that is slow, hangs and is full.
+the disk tier on a device that is slow, hangs, is full and tears writes, with the policy ``moody``,
+which raises.
 """
 
 import asyncio
@@ -11,23 +12,29 @@ import contextlib
 import errno
 import functools
 import hashlib
+import json
 import mmap
 import os
 import random
 import struct
 import threading
 import time
+import weakref
 from pathlib import Path
+from typing import ClassVar
 
 import msgspec
 
 from kvoffload import registry
+from kvoffload.backends.base import Spares
 from kvoffload.backends.changes import ChangedKeys
 from kvoffload.backends.disk.backend import DiskBackend, DiskOptions
+from kvoffload.policies.lru import LRUPolicy
 from tests.support.vfs import HookedVfs
 
 KNOBS = ("hang", "hang_s", "slow", "slow_s", "raises", "length", "garbage", "refuses")
-KNOBS += ("disk_slow", "disk_slow_s", "disk_full", "disk_fails", "hung")
+KNOBS += ("disk_slow", "disk_slow_s", "disk_full", "disk_fails", "disk_stale", "disk_tears")
+KNOBS += ("policy", "hung")
 HANGS = ("hostile", "shy", "rough")
 """Tiers whose calls hang, all of them, while the plan says so: ``hung`` is the place, from 1."""
 
@@ -200,13 +207,15 @@ def digest(data):
     return hashlib.blake2b(data, digest_size=16).digest()
 
 
-class Hostile(Shy):
-    """With an index, and a report of each chunk that has arrived."""
+class Hostile(Shy, Spares):
+    """With an index, a report of each chunk that has arrived, and a note of what it is told."""
 
     is_shared = True
 
     def __init__(self, options, namespace):
         super().__init__(options, namespace)
+        self._note, self._spared, self._claims = Path(options.root, "told"), [], {}
+        self._note_told()
         names = (path.name for path in self._folder.iterdir())
         self._known = {bytes.fromhex(name) for name in names if "." not in name}
         self._changes = ChangedKeys()
@@ -238,6 +247,24 @@ class Hostile(Shy):
     async def read_each(self, keys, into, arrived):
         return await self._call(lambda: self._read_all(keys, into, arrived), len(keys))
 
+    def spare(self, keys):
+        self._spared = [key.hex() for key in keys]
+        self._note_told()
+
+    def expect(self, returns, share):
+        for told in returns:
+            self._claims.pop(told.claim.hex(), None)
+            if told.in_s is not None:
+                self._claims[told.claim.hex()] = told.in_s
+        self._note_told()
+
+    def _note_told(self):
+        """Tell the model, in one step."""
+        draft = self._note.with_suffix(".draft")
+        with contextlib.suppress(OSError):  # the model removes folders
+            draft.write_text(json.dumps([self._spared, list(self._claims)]))
+            draft.rename(self._note)
+
 
 class RoughVfs(HookedVfs):
     """A device that is slow, fails and is full as planned."""
@@ -255,7 +282,56 @@ class RoughVfs(HookedVfs):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), path)
         if call in ("open", "preadv", "rename", "unlink") and self._control.strikes("disk_fails"):
             raise OSError(errno.EIO, os.strerror(errno.EIO), path)
+        if self._control.strikes("disk_stale"):  # whatever the call
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), path)
         return perform()
+
+    def pwritev(self, fd, buffers, offset):
+        """Write; of what is torn, a part is written before the call fails or says how much."""
+        if not self._control.strikes("disk_tears"):
+            return super().pwritev(fd, buffers, offset)
+        whole = b"".join(buffers)
+        part = whole[: self._control.draw.randrange(len(whole) + 1)]
+        self._write_through_cache(fd, part, offset)
+        if self._control.draw.random() < 0.5:
+            number = self._control.draw.choice((errno.EIO, errno.ENOSPC))
+            raise OSError(number, os.strerror(number), self._paths[fd])
+        return len(part)
+
+    def _write_through_cache(self, fd, data, offset):
+        """Write any length at any place, which a direct descriptor refuses."""
+        there = os.open(f"/proc/self/fd/{fd}", os.O_WRONLY)
+        try:
+            os.pwrite(there, data, offset)
+        finally:
+            os.close(there)
+
+
+class Moody(LRUPolicy):
+    """Raises as planned, before it has done anything."""
+
+    control = None
+    """Set by the tier, before it makes its policy."""
+
+    def add(self, keys):
+        self._be_asked()
+        super().add(keys)
+
+    def touch(self, keys):
+        self._be_asked()
+        super().touch(keys)
+
+    def remove(self, keys):
+        self._be_asked()
+        super().remove(keys)
+
+    def victims(self, count):
+        self._be_asked()
+        return super().victims(count)
+
+    def _be_asked(self):
+        if self.control is not None and self.control.strikes("policy"):
+            raise RuntimeError("planned")
 
 
 class RoughOptions(DiskOptions, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -266,9 +342,13 @@ class Rough(DiskBackend):
     """The disk tier on such a device."""
 
     Options = RoughOptions
+    opened: ClassVar = weakref.WeakSet()
+    """Those of this process."""
 
     def __init__(self, options, namespace):
-        super().__init__(options, namespace, vfs=RoughVfs(Control(options.control)))
+        Moody.control = control = Control(options.control)
+        super().__init__(options, namespace, vfs=RoughVfs(control))
+        self.opened.add(self)
 
 
 def install(folder, monkeypatch):
@@ -277,8 +357,9 @@ def install(folder, monkeypatch):
     info.mkdir(parents=True)
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: hostile-tiers\nVersion: 1.0\n")
     names = ("hostile", "shy", "rough")
-    lines = (f"{name} = {__name__}:{name.capitalize()}\n" for name in names)
-    (info / "entry_points.txt").write_text("[kvoffload.backends]\n" + "".join(lines))
+    lines = "".join(f"{name} = {__name__}:{name.capitalize()}\n" for name in names)
+    groups = f"[kvoffload.backends]\n{lines}[kvoffload.policies]\nmoody = {__name__}:Moody\n"
+    (info / "entry_points.txt").write_text(groups)
     monkeypatch.syspath_prepend(str(folder / "site"))
     registry._named.cache_clear()
     return functools.partial(registry._named.cache_clear)

@@ -3,6 +3,8 @@
 ``python -m tests.support.random_model.model SEED [SECONDS]`` runs one by itself.
 """
 
+import json
+import os
 import random
 import sys
 import tempfile
@@ -13,12 +15,14 @@ import pytest
 
 from kvoffload.io import backoff
 from kvoffload.io import client as io_client
+from kvoffload.io.service.host_chunk import BLOCK, blocks_of
 from kvoffload.transfer.layout import ChunkLayout
 from tests.support import redis_server
+from tests.support.host_server import ROOT, HostServer
 from tests.support.random_model import hostile, sums
 from tests.support.random_model.cache import KINDS, Memory
 from tests.support.random_model.engine import VOCABULARY, ModelEngine
-from tests.support.random_model.faults import Faults
+from tests.support.random_model.faults import Faults, new_key, write_keys
 
 STRIKES_A_SECOND = 5
 REST_EVERY_S = 2.0
@@ -43,16 +47,19 @@ class Model:
 
     def __init__(self, seed, folder):
         self.draw = draw = random.Random(seed)
+        self.folder = folder
         self.kind = draw.choice(list(KINDS))
         self.memory = Memory(KINDS[self.kind], draw.choice((64, 120)))
         self.control = hostile.Control(str(folder / "control"), seed)
         self.control.set()
         self.roots = []
-        self.server = None
+        self.server = self.host = None
+        self.encrypted, self.key_files = [], []
         self.capacities = {}
         self.settings = self._settings(folder)
         self.engine = ModelEngine(draw, self.memory, self.settings)
-        self.faults = Faults(draw, self.engine, self.control, self.roots, self.server)
+        self.faults = Faults(draw, self.engine, self.control, self.roots, self.server, self.host)
+        self.faults.key_files += self.key_files
         self.held = sums.Held()
         self.shares = sums.Shares(self.engine)
         self.compared_while_struck = 0
@@ -65,7 +72,14 @@ class Model:
         keeps = draw.random() < 0.7
         # Chunks of each size pass through the share of each tier.
         host_bytes = draw.choice((12, 30, 100) if keeps else (40, 100)) * chunk_bytes
+        tiers = self._tiers(folder, chunk_bytes)
+        attached = draw.random() < 0.25
+        if attached:
+            self.host = self._serve(folder, chunk_bytes, tiers)
+        where = {"serve": self.host.path} if attached else {"backends": tiers}
         return {
+            **where,
+            **draw.choice(({}, {"tenants": True, "tenant_share": draw.choice((0.3, 0.6, 1.0))})),
             "cpu_bytes": host_bytes if keeps else 0,
             "staging_bytes": host_bytes,
             "blocks_per_chunk": per_chunk,
@@ -78,12 +92,22 @@ class Model:
             "lookup_timeout_s": 0.3,
             "load_timeout_s": 0.6,
             "store_timeout_s": 0.6,
-            "backends": self._tiers(folder, chunk_bytes),
         }
+
+    def _serve(self, folder, chunk_bytes, tiers):
+        """Start a server of the host, in whose memory namespaces have shares."""
+        memory = self.draw.choice((40, 200)) * blocks_of(chunk_bytes) * BLOCK
+        shares = {
+            "namespace_min": self.draw.choice((0, memory // 4)),
+            "namespace_max": self.draw.choice((memory // 2, memory)),
+        }
+        policy = self.draw.choice(("lru", "handicap"))
+        (folder / "host").mkdir()
+        return HostServer(folder / "host", memory=memory, policy=policy, backends=tiers, **shares)
 
     def _tiers(self, folder, chunk_bytes):
         draw, tiers = self.draw, []
-        names = ("memory", "rough", "hostile", "shy")
+        names = ("memory", "rough", "hostile", "shy", "folder")
         names += ("redis",) if redis_server.BINARY else ()
         for name in draw.sample(names, draw.choice((1, 2, 2, 3))):
             root = folder / name
@@ -94,13 +118,27 @@ class Model:
             elif name == "redis":
                 tier |= self._redis(root, num_chunks * chunk_bytes)
             else:
-                tier |= {"root": str(root), "control": str(folder / "control")}
+                tier["root"] = str(root)
                 self.roots.append(root)
+            if name in ("rough", "hostile", "shy"):
+                tier["control"] = str(folder / "control")
+            if name == "folder":
+                capacity = num_chunks * (chunk_bytes + 8192)
+                tier |= {"capacity": capacity, "threads": 2, "timeout_s": 0.3}
+            if name in ("rough", "folder", "redis") and draw.random() < 0.4:
+                self.key_files.append(path := folder / f"{name}.keys")
+                write_keys(path, [new_key(draw)])
+                tier["encryption"] = {"key_file": str(path)}
+                self.encrypted.append(root)
+            if name in ("rough", "folder"):
+                tier["tenant_share"] = draw.choice((0.4, 1.0))
             if name == "rough":
                 capacity = num_chunks * (chunk_bytes + 8192)
                 self.capacities[root] = capacity
                 tier |= {"capacity": capacity, "min_free": 0, "stall_s": draw.choice((0.3, 2.0))}
-                tier["durability"] = draw.choice(("none", "fsync"))
+                tier["durability"] = draw.choice(("none", "none", "fsync"))
+                tier["io"] = draw.choice(("auto", "direct", "buffered"))
+                tier["policy"] = draw.choice(("moody", "lru", "handicap"))
             tiers.append(tier)
         return tiers
 
@@ -118,8 +156,8 @@ class Model:
 
     def run(self, seconds):
         """Serve and be struck, with rests at which everything must add up."""
-        until_s = time.monotonic() + seconds
         self.rest()
+        until_s = time.monotonic() + seconds
         while time.monotonic() < until_s:
             before = self.engine.counts["compared"]
             if self.draw.random() < 0.5:
@@ -127,6 +165,7 @@ class Model:
             else:
                 self._be_struck(time.monotonic() + self.draw.uniform(0.3, 2 * REST_EVERY_S))
             self._reset_midway()
+            self._tell()
             self.compared_while_struck += self.engine.counts["compared"] - before
             self.faults.heal()
             self.rest()
@@ -149,7 +188,7 @@ class Model:
 
     def _endure(self):
         """Let all calls of a tier hang through loads and resets: it keeps its shares, no more."""
-        names = [tier["type"] for tier in self.settings["backends"]]
+        names = [tier["type"] for tier in self.settings.get("backends", ())]
         if not (hangable := [name for name in names if name in hostile.HANGS]):
             return
         hung = self.draw.choice(hangable)
@@ -201,6 +240,45 @@ class Model:
         engine.reset(waits=False)
         self._finish_all()
 
+    def _tell(self):
+        """Queue requests, and end some that return; a store that opens since knows it all.
+
+        Jobs in flight, the store's own queue and a clogged link may come between.
+        """
+        engine, draw = self.engine, self.draw
+        if not (told := self.folder / "hostile" / "told").exists() or self.host is not None:
+            return
+        self.faults.log.append("tell")
+        self.faults.heal()
+        self._finish_all()
+        self._await(lambda: not engine.connector._spec.io._is_opening, "a tier stays closed")
+        client = engine.connector._spec.io
+        before = {*client._returns._told}
+        for _ in range(3):
+            engine.add(self._tokens(40), session="s", returns="hours")
+        self._finish_all()
+        self._add([self._tokens(draw.randint(20, 60)) for _ in range(4)])
+        engine.connector.poll()
+        act = draw.choice((self.faults.kill, self.faults.pause, lambda: engine.reset(waits=False)))
+        act()
+        if draw.random() < 0.5:
+            engine.abort(draw.choice(engine.waiting))
+        needed, claims = set(), set()
+
+        def is_told():
+            nonlocal needed, claims
+            needed = {key.hex() for keys in client._awaited.values() for key in keys}
+            claims = {claim.hex() for claim in {*client._returns._told} - before}
+            spared, known = json.loads(told.read_text())
+            return set(spared) == needed and claims <= set(known)
+
+        self._await(is_told, "a store does not know what was told")
+        if self.settings["waiting_share"] and self.memory.kind.keeps_prefixes:
+            queued = [request for request in engine.waiting if request.is_told]
+            expected = {key.hex() for request in queued for key in self._keys(request)}
+            assert expected <= needed, "the queue is not told"
+        assert len(claims) == 3, "what sessions say is not told"
+
     def _add(self, prompts):
         for prompt in prompts:
             self.engine.add(prompt)
@@ -247,7 +325,7 @@ class Model:
             self._finish_all()
             self.engine._drop_cached(len(self.engine._cached))
         connector.poll()
-        first = self._first_key(request)
+        first = self._keys(request)[0]
         self._await(lambda: tier.holds(first) is not None, "a lookup hangs")
         if not tier.holds(first):
             return False
@@ -257,23 +335,32 @@ class Model:
         self._finish_all()
         return self.engine.counts["tokens"] > before
 
-    def _first_key(self, request):
+    def _keys(self, request):
+        """Return the keys of the first group's whole chunks."""
         groups = self.engine.connector._groups
         keys = [[] for _ in groups.all]
         groups.extend_keys(keys, request.block_hashes)
-        return keys[groups.offloaded[0].index][0]
+        return keys[groups.offloaded[0].index]
 
     def _check_tiers(self):
         for root, capacity in self.capacities.items():
             assert sums.chunk_bytes(root) <= capacity, "the disk tier is above its capacity"
         for root in self.roots:
             assert not sums.violations(root)
+        for root in self.encrypted:
+            assert not sums.plain_chunks(root), "an encrypted tier stores what can be read"
+        self._await(lambda: not sums.lent_bytes(self.engine), "a loan does not end")
+        self._await(lambda: not sums.spared_by_hostile(self.folder), "a store spares for no queue")
+        for store in sums.open_disks():
+            self._await(lambda s=store: not sums.left_in(s), lambda s=store: sums.left_in(s))
+            if not self.faults.are_files_touched:
+                self._await(lambda s=store: sums.is_exact(s), lambda s=store: sums.figures(s))
 
     def _await(self, is_so, otherwise):
         until_s = time.monotonic() + sums.REST_S
         while not is_so():
             self.engine.connector.poll()
-            assert time.monotonic() < until_s, otherwise
+            assert time.monotonic() < until_s, otherwise() if callable(otherwise) else otherwise
             time.sleep(0.005)
 
     def close(self):
@@ -296,6 +383,8 @@ class Model:
 def run(seed, seconds, folder, monkeypatch):
     """Run the model of a seed; a failure says all that replays and explains it."""
     hostile.install(folder, monkeypatch)
+    paths = [str(folder / "site"), str(ROOT), os.environ.get("PYTHONPATH", "")]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))  # of a server of the host
     monkeypatch.setattr(io_client, "SILENT_S", 1.0)
     monkeypatch.setattr(backoff, "STEADY_S", 0.0)  # each death counts as a first one
     model = Model(seed, folder)
@@ -311,6 +400,8 @@ def run(seed, seconds, folder, monkeypatch):
     finally:
         if model.server is not None:
             model.server.stop()
+        if model.host is not None:
+            model.host.kill()
     return model
 
 

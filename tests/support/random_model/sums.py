@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+import json
 import os
 import threading
 import time
@@ -14,6 +15,8 @@ from kvoffload.backends.disk.descriptors import MOST_KEPT
 from kvoffload.backends.disk.segments import MOST_SIZES
 from kvoffload.io.protocol import Store
 from tests.support.disk_chunks import stored_in
+from tests.support.random_model.cache import PERIOD
+from tests.support.random_model.hostile import Rough
 
 REST_S = 20.0
 """A model that is not at rest after so long has lost something."""
@@ -187,6 +190,67 @@ def _files():
 def chunk_bytes(root):
     """Bytes that the chunks of a disk tier take up."""
     return sum(chunk.allocated_bytes for chunk in stored_in(root))
+
+
+def plain_chunks(root):
+    """Chunks in files of an encrypted tier that are not encrypted: the model's have a period."""
+    return [chunk for chunk in stored_in(root) if _is_plain(chunk)]
+
+
+def _is_plain(chunk):
+    try:
+        end = chunk.content()[-256:]
+    except FileNotFoundError:  # evicted since
+        return False
+    return any(end[:PERIOD]) and end[:PERIOD] == end[PERIOD : 2 * PERIOD]
+
+
+def lent_bytes(engine):
+    """Bytes of a server's memory that are on loan."""
+    tier = engine.connector._spec.io.tiers.get("serve")
+    usage = tier and tier.usage
+    return dict(usage.gauges).get("memory_lent_bytes", 0) if usage else 0
+
+
+def spared_by_hostile(folder):
+    """What the hostile tier was told last that requests need."""
+    path = folder / "hostile" / "told"
+    return json.loads(path.read_text())[0] if path.exists() else []
+
+
+def open_disks():
+    """The disk stores that this process has open."""
+    return [disk._store for disk in Rough.opened if not disk.is_closed]
+
+
+def left_in(store):
+    """All that a disk store holds only while something is in flight, by name."""
+    index = store.index
+    tenants = index._tenants.of.keys() if index._tenants else set()
+    found = {
+        "bytes in flight": store.space.in_flight_bytes,
+        "stores that wait": store.space._waiting,
+        "spared": len(index._spared) + len(index._needed),
+        "tenants of no chunk": len(tenants - index._sizes.keys()),
+    }
+    return {name: number for name, number in found.items() if number}
+
+
+def figures(store):
+    """The bytes that a disk store counts, and those of its chunks; stuck slots are freed first."""
+    store.segments.clean_up()
+    counted = store.root.quota.refresh()
+    return counted, chunk_bytes(store.path) + _quarantined_bytes(store.path)
+
+
+def is_exact(store):
+    counted, there = figures(store)
+    return counted == there
+
+
+def _quarantined_bytes(root):
+    files = [path for path in Path(root, ".quarantine").rglob("*") if path.is_file()]
+    return sum(path.stat().st_blocks * 512 for path in files)
 
 
 def violations(root):
