@@ -5,6 +5,8 @@ import contextlib
 import os
 import shutil
 
+from msgspec.structs import replace
+
 from kvoffload.backends.disk.backend import DiskBackend, DiskOptions
 from kvoffload.backends.disk.index import name_of
 from kvoffload.config import ByteSize
@@ -31,6 +33,13 @@ def in_form(backend, form):
     """Let a backend store small chunks in slots, or as files as if no part of one can be freed."""
     backend._store.why_no_slots = "a test wants files" if form == "files" else None
     return backend
+
+
+def let_calls_hang_after(backend, stall_s):
+    """Let an open store be so patient from now on: a busy machine may be slow before."""
+    backend.options = replace(backend.options, stall_s=stall_s)
+    for pool in backend._ChunkwiseBackend__runner._pools.values():
+        pool.stall_s = stall_s
 
 
 def remove_at_once(folder):

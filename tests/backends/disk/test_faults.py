@@ -7,7 +7,7 @@ import random
 import shutil
 
 import pytest
-from disk_parts import chunk_bytes, in_form
+from disk_parts import chunk_bytes, in_form, let_calls_hang_after
 
 from kvoffload.backends.disk.backend import DiskBackend, DiskOptions
 from kvoffload.backends.disk.chunk_file import probe_direct
@@ -165,9 +165,10 @@ async def test_a_failed_fsync_drops_the_chunk_and_is_not_repeated(tmp_path):
 async def test_a_device_that_answers_no_more_gives_misses_to_whoever_comes_later(tmp_path, call):
     stuck = []
     vfs = StuckVfs(lambda name, path: name == call and bool(stuck) and path.endswith(stuck[0]))
-    backend = DiskBackend(options(tmp_path, read_threads=2, stall_s=0.5), "hung", vfs=vfs)
+    backend = DiskBackend(options(tmp_path, read_threads=2, stall_s=60.0), "hung", vfs=vfs)
     await backend.write(KEYS[:4], filled(KEYS[:4], SIZE))
     stuck.append(KEYS[0].hex())
+    let_calls_hang_after(backend, 0.5)
     # Two loads occupy both threads and cannot end: their memory is in the kernel's hands.
     first = [asyncio.ensure_future(check(backend, KEYS[:1])) for _ in range(2)]
     try:
@@ -177,6 +178,7 @@ async def test_a_device_that_answers_no_more_gives_misses_to_whoever_comes_later
         first[0].cancel()
         await asyncio.sleep(0.02)
         assert not any(task.done() for task in first)
+        let_calls_hang_after(backend, 60.0)
         # Stores have threads of their own.
         assert await backend.write(KEYS[4:5], filled(KEYS[4:5], SIZE)) == [True]
     finally:

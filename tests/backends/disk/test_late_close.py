@@ -6,7 +6,7 @@ import os
 from contextlib import asynccontextmanager
 
 import pytest
-from disk_parts import ON_DISK, SIZE, open_disk, until, write
+from disk_parts import ON_DISK, SIZE, let_calls_hang_after, open_disk, until, write
 
 from kvoffload.backends.disk import housekeeper as disk_housekeeper
 from kvoffload.backends.disk.backend import DiskBackend, DiskOptions
@@ -38,10 +38,11 @@ async def closed_while_stuck(tmp_path, call, kind):
     before = descriptors(tmp_path)
     is_on = False
     vfs = StuckVfs(lambda name, path: is_on and name == call and kind in (None, kind_of(path)))
-    options = DiskOptions(root=str(tmp_path), stall_s=0.1, io="direct", **LIMITS)
+    options = DiskOptions(root=str(tmp_path), stall_s=60.0, io="direct", **LIMITS)
     old = DiskBackend(options, "old", vfs=vfs)
     assert old.wait_ready(60)
     assert await write(old, keys_of(2)) == [True] * 2
+    let_calls_hang_after(old, 0.1)
     is_on = True
     hung = asyncio.ensure_future(old.read(keys_of(1), slots(1, SIZE)))
     assert await until(lambda: vfs.stuck)

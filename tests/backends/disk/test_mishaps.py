@@ -8,7 +8,7 @@ import threading
 import time
 
 import pytest
-from disk_parts import ON_DISK, SIZE, chunk_bytes, open_disk, until, write
+from disk_parts import ON_DISK, SIZE, chunk_bytes, let_calls_hang_after, open_disk, until, write
 
 from kvoffload.backends.disk import housekeeper as disk_housekeeper
 from kvoffload.backends.disk.backend import DiskBackend, DiskOptions
@@ -40,7 +40,7 @@ async def test_what_a_dead_device_refuses_is_counted_and_said_once(
 ):
     stuck = []
     vfs = StuckVfs(lambda name, path: name == call and bool(stuck) and ".ledger" not in path)
-    backend = open_disk(tmp_path, vfs=vfs, io="buffered", stall_s=0.5, **{threads: 1})
+    backend = open_disk(tmp_path, vfs=vfs, io="buffered", stall_s=60.0, **{threads: 1})
     keys, new = keys_of(6), keys_of(6, "new")
     assert await write(backend, keys) == [True] * 6
 
@@ -56,6 +56,7 @@ async def test_what_a_dead_device_refuses_is_counted_and_said_once(
         """Six are refused, twice, while one is stuck that had five behind it."""
         before = backend.counters().get(counter, 0)
         stuck.append(True)
+        let_calls_hang_after(backend, 0.5)
         first = asyncio.ensure_future(work())
         try:
             pool = backend._ChunkwiseBackend__runner._pools["read" if call == "preadv" else "write"]
@@ -66,6 +67,7 @@ async def test_what_a_dead_device_refuses_is_counted_and_said_once(
         finally:
             stuck.clear()
             vfs.release()
+        let_calls_hang_after(backend, 60.0)
         assert await first == [True] + [False] * 5
         assert backend.counters()[counter] == before + 17
         vfs.hold()

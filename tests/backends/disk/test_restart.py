@@ -343,6 +343,8 @@ async def test_folders_removed_under_a_running_engine_are_made_anew(tmp_path, re
 
 HUNG = """
 import sys, time
+sys.path.append("tests/helpers")
+from disk_parts import let_calls_hang_after
 from kvoffload.backends.disk.backend import DiskBackend, DiskOptions
 from kvoffload.config import ByteSize
 from kvoffload.testing.backends import filled, keys_of, slots
@@ -353,10 +355,11 @@ call, root = sys.argv[1:]
 hung = False
 vfs = StuckVfs(lambda name, path: hung and name == call)
 io = IOLoop()
-options = DiskOptions(root=root, min_free=ByteSize(0), io="buffered", stall_s=0.2)
+options = DiskOptions(root=root, min_free=ByteSize(0), io="buffered", stall_s=60.0)
 backend = DiskBackend(options, "hung", vfs=vfs)
 keys, SIZE = keys_of(2), 300 << 10  # too long for slots
 assert io.call(backend.write(keys, filled(keys, SIZE))) == [True] * 2
+let_calls_hang_after(backend, 0.2)
 hung = True
 io.start(lambda: backend.read(keys, slots(2, SIZE)))
 io.start(lambda: backend.write(keys_of(2, "x"), filled(keys, SIZE)))
