@@ -250,7 +250,13 @@ async def test_one_thread_serves_all_quick_batches(make, monkeypatch):
     assert len(threads) == 2 * 6 * 8
     # Another thread may begin again once all batches have ended.
     assert len(set(threads[:48])) == len(set(threads[48:])) == 1
-    await pool.fill([False] * 8, work)
+    meeting = threading.Barrier(2)
+
+    def meet(i):
+        threads.append(threading.get_ident())
+        return meeting.wait(60)
+
+    await pool.fill([False] * 8, meet)
     assert len(set(threads[96:])) > 1
 
 
@@ -316,11 +322,13 @@ async def test_a_quick_batch_that_is_cancelled_before_its_turn_begins_nothing(ma
 
 
 async def test_closing_ends_quick_batches_that_wait(make):
-    pool, stuck = make(1, stall_s=0.1), Stuck()
+    pool, stuck = make(1), Stuck()
     fills = [asyncio.ensure_future(pool.fill([False] * 2, stuck, is_quick=True)) for _ in range(3)]
     assert await until(lambda: len(stuck.begun) == 1)
-    threading.Timer(0.05, stuck.go_on.set).start()
-    assert await asyncio.to_thread(pool.close)
+    closing = asyncio.ensure_future(asyncio.to_thread(pool.close))
+    assert await until(lambda: pool._closed)
+    stuck.go_on.set()
+    assert await closing
     await asyncio.wait_for(asyncio.gather(*fills), 20)
 
 

@@ -168,16 +168,24 @@ def test_an_old_kernel_is_asked_by_another_call(tmp_path, monkeypatch):
 
 
 class ThreadsVfs(CountingVfs):
-    """Lists the threads that read chunks, out of the page cache and directly."""
+    """Lists the threads that read chunks, out of the page cache and directly.
 
-    def __init__(self):
+    A read waits until so many threads read as are wanted, or for a while.
+    """
+
+    def __init__(self, wanted):
         super().__init__()
-        self.threads = {"read_cached": [], "preadv": []}
+        self.threads, self.wanted = {"read_cached": [], "preadv": []}, wanted
 
     def around(self, call, path, perform):
         if call in self.threads and kind_of(path) == "chunk":
-            self.threads[call].append(threading.get_ident())
-            time.sleep(0.002)
+            threads = self.threads[call]
+            threads.append(threading.get_ident())
+            until_s = time.monotonic() + 20
+            while len(set(threads)) < self.wanted[call]:
+                time.sleep(0.001)
+                if time.monotonic() > until_s:
+                    self.wanted[call] = 0
         return super().around(call, path, perform)
 
 
@@ -190,7 +198,7 @@ async def test_one_thread_loads_what_is_cached_and_all_of_them_what_is_not(
 ):
     monkeypatch.setattr(disk_backend, "_HAS_FEW_CORES", has_few_cores)
     monkeypatch.setattr(blocking_pool, "QUICK_S", 60)
-    vfs = ThreadsVfs()
+    vfs = ThreadsVfs({"read_cached": 1 if is_one else 2, "preadv": 5})
     backend = opened(tmp_path, vfs)
     keys = keys_of(16)
     assert await backend.write(keys, filled(keys, size)) == [True] * 16
