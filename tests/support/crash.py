@@ -62,6 +62,8 @@ POINTS = (
 """Where a cycle may be killed: ``<call>:<kind of path>:<before|middle|after>``."""
 
 NEVER, WRITING, STORED, REMOVING = range(4)
+AT_POINT_S = 0.3
+"""Time of a core in which a life reaches its point, or never."""
 SIZE = 16 * 1024
 NAMESPACE = "crash"
 POLICIES_TRIED = ("lru", "arc")
@@ -124,7 +126,7 @@ def campaign(
             os.close(ready)
             _child(root, names, shared, child_seed, point, capacity, tell)
         os.close(tell)
-        status = _ended(pid, ready, delay_s if not point else 0.4)
+        status = _ended(pid, ready, 60.0 if point else delay_s, AT_POINT_S if point else 60.0)
         os.close(ready)
         if os.WIFSIGNALED(status):
             killed += 1
@@ -141,15 +143,19 @@ def campaign(
     )
 
 
-def _ended(pid: int, ready: int, delay_s: float) -> int:
-    """Give a child its time once it has checked the folder, then kill it; return its status."""
+def _ended(pid: int, ready: int, delay_s: float, cpu_s: float) -> int:
+    """Give a child its time once it has checked the folder, then kill it; return its status.
+
+    On a busy machine it takes long to reach a point, but no more time of a core.
+    """
     select.select([ready], [], [], 30)
-    deadline = time.monotonic() + delay_s
+    clock = (~pid << 3) | 2  # as the C library's clock_getcpuclockid() makes it
+    deadline, cpu_deadline = time.monotonic() + delay_s, time.clock_gettime(clock) + cpu_s
     while True:
         done, status = os.waitpid(pid, os.WNOHANG)
         if done:
             return status
-        if time.monotonic() > deadline:
+        if time.monotonic() > deadline or time.clock_gettime(clock) > cpu_deadline:
             os.kill(pid, signal.SIGKILL)
             return os.waitpid(pid, 0)[1]
         time.sleep(0.0005)

@@ -38,9 +38,10 @@ def check(reports, cycles, points):
     assert len(reached) >= points
 
 
-def test_six_hundred_lives(ram_path):
+@pytest.mark.timeout(1200)  # a busy machine may give it a small part of a core
+def test_two_hundred_lives(ram_path):
     assert len(POINTS) >= 20
-    check(run_campaigns(ram_path, 300, seed=11), 300, points=20)
+    check(run_campaigns(ram_path, 100, seed=11), 100, points=20)
 
 
 @pytest.mark.chaos
