@@ -99,7 +99,9 @@ def python():
 @pytest.fixture
 def planned(tmp_path, monkeypatch):
     """A store whose faults a file plans, registered as ``planned``."""
-    yield installed(tmp_path, monkeypatch)
+    planned = installed(tmp_path, monkeypatch)
+    yield planned
+    planned.set()
     monkeypatch.undo()
     registry._named.cache_clear()
 
@@ -109,7 +111,7 @@ MEASURE_TIME = ("test_no_call_blocks_the_loop",)
 
 
 LONG_FIRST = (
-    "test_first_run.py", "test_examples.py", "test_exit.py", "test_mini_engine_demo.py",
+    "test_first_run.py", "test_examples.py", "test_exit.py", "test_demo.py",
     "test_mini_engine_offloading.py", "test_bench.py", "test_crash.py", "test_random_model.py",
 )  # fmt: skip
 """Files of the longest tests: begun last, one of them would keep the other cores waiting."""

@@ -132,11 +132,10 @@ def held_copies(connector):
     """Let copies wait for an event, which is returned."""
     copier, gate = connector._spec._copier, threading.Event()
     copy = copier._copy
-    copier._copy = lambda *copies: (gate.wait(5), copy(*copies))
+    copier._copy = lambda *copies: (gate.wait(60), copy(*copies))
     return gate
 
 
-@pytest.mark.alone
 def test_blocks_are_not_overwritten_before_their_store_has_read_them(
     connect, kv_caches, new_request, until
 ):
@@ -148,9 +147,10 @@ def test_blocks_are_not_overwritten_before_their_store_has_read_them(
     original = kv_caches.tensors[0].tensor[blocks].clone()
     connector.after_forward(request, [blocks], 40)
     assert connector.request_finished(request) is False
-    threading.Timer(1.0, gate.set).start()
+    begun_s = time.monotonic()
     connector.before_forward([1, 2, 3])  # other blocks: no waiting
-    assert not gate.is_set()
+    assert time.monotonic() - begun_s < 50
+    threading.Timer(0.2, gate.set).start()
     connector.before_forward([14])
     for tensor in kv_caches.tensors:
         tensor.tensor[blocks] = 0  # the next request's forward pass

@@ -14,7 +14,6 @@ from kvoffload.cli import demo
 from kvoffload.cli.bench import benchmark
 from kvoffload.demo.conversations import conversations
 from kvoffload.demo.demo_report import print_table, problems
-from kvoffload.demo.engine_process import DemoError, EngineProcess
 from kvoffload.demo.showcase import DemoOptions, num_requests
 
 ROOT = Path(__file__).parents[2]
@@ -84,15 +83,6 @@ def test_the_e2e_bench_makes_rows_of_a_report(quick):
     assert all(row["ratio"] == pytest.approx(row["value"] / row["limit"]) for row in made)
 
 
-def test_an_engine_that_dies_between_two_prompts_is_named(tmp_path):
-    settings = {"max_model_len": 512}
-    with open(tmp_path / "engine.log", "w") as log, EngineProcess(settings, 1, log) as engine:
-        engine._child.kill()
-        engine._child.join()
-        with pytest.raises(DemoError, match="an engine process ended"):
-            engine.serve([1] * 10, {"max_tokens": 1})
-
-
 @pytest.fixture
 def shown(quick, tmp_path, monkeypatch, capsys):
     """What the command prints of a report, where matplotlib is not installed."""
@@ -126,46 +116,6 @@ def test_the_readme_shows_the_table_of_the_stored_report_which_fits_80_columns()
     rows = [line.split() for line in lines if line[:1] in "1234" and line]
     shown = re.findall(r"^\| (\d \w+ \|.*) \|$", (ROOT / "README.md").read_text(), re.MULTILINE)
     assert [row.replace("*", "").replace("|", "").split() for row in shown] == rows
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (("--threads", "0"), "threads = 0: must be at least 1"),
-        (("--out", "/proc/x"), "out = '/proc/x': cannot be written"),
-        (("--out", "/dev/null"), "out = '/dev/null': cannot be written"),
-        (("--out", "/proc"), "out = '/proc': cannot be written"),
-    ],
-)
-def test_what_the_demo_cannot_use_is_named_before_it_runs(python, words, message):
-    done = subprocess.run(
-        [*python, *DEMO, *words], capture_output=True, text=True, timeout=240, check=False
-    )
-    assert done.returncode == 2
-    assert message in done.stderr
-    assert "Traceback" not in done.stderr
-
-
-def test_a_device_that_is_not_there_is_wrong_usage(python, tmp_path):
-    done = subprocess.run(
-        [*python, *DEMO, "--quick", "--device", "cuda:99", "--out", str(tmp_path / "out")],
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
-    assert done.returncode == 2
-    assert "device" in done.stderr
-
-
-def test_an_engine_that_ends_is_told_as_an_error(python, tmp_path):
-    words = ["--quick", "--device", "meta", "--out", str(tmp_path / "out")]
-    done = subprocess.run(
-        [*python, *DEMO, *words], capture_output=True, text=True, timeout=240, check=False
-    )
-    assert done.returncode == 1
-    assert "kvoffload demo: " in done.stderr
-    assert "kvoffload demo: " not in done.stdout
 
 
 def test_other_outputs_and_idle_tiers_are_problems():
