@@ -3,7 +3,8 @@
 Register it with :func:`installed`, and set the plan with :meth:`Planned.set`. Beside the faults of
 :mod:`kvoffload.testing.faults` the plan knows ``stop`` and ``kill`` of the process, ``hung_open``,
 ``kill_open``, ``queue``: reads sleep one after the other, and ``stubborn``: a read ignores its
-cancellation and writes to its memory at the end. ``slow_purge``, ``kill_purge`` and
+cancellation and writes to its memory at the end, which is when the plan is another, or its time is
+over. ``slow_purge``, ``kill_purge`` and
 ``failed_purge`` strike a purge.
 """
 
@@ -72,7 +73,7 @@ class PlannedStore(FaultyBackend):
     async def write(self, keys, chunks):
         plan = self._plans().process
         if plan is not None and plan.fault == "stubborn_write":
-            await self._outlast(plan.seconds)
+            await self._outlast(plan)
             return [False] * len(keys)
         return await super().write(keys, chunks)
 
@@ -96,14 +97,20 @@ class PlannedStore(FaultyBackend):
             async with self._turn:
                 await asyncio.sleep(plan.seconds)
         elif plan.fault == "stubborn":
-            await self._outlast(plan.seconds)
+            await self._outlast(plan)
             into[0][:] = b"\xee" * len(into[0])
             return True
         return False
 
-    async def _outlast(self, seconds):
+    async def _outlast(self, plan):
         """Wait for a thread, whatever is cancelled meanwhile."""
-        thread = asyncio.get_running_loop().run_in_executor(None, time.sleep, seconds)
+        end_s = time.monotonic() + plan.seconds
+
+        def sleep():
+            while self._plans().process == plan and time.monotonic() < end_s:
+                time.sleep(0.01)
+
+        thread = asyncio.get_running_loop().run_in_executor(None, sleep)
         while not thread.done():
             try:
                 await asyncio.shield(thread)
