@@ -48,11 +48,19 @@ def store(connector, request, kv_caches, seed):
 
 
 def poll_until(connector, is_so):
-    until_s = time.monotonic() + 20
+    until_s = time.monotonic() + 120
     while not is_so():
         assert connector.poll() == []
         assert time.monotonic() < until_s, "it does not come"
         time.sleep(0.005)
+
+
+def tell_stores(connector):
+    """Tell the server of changes; return when its stores know: half a second is between words."""
+    connector.poll()
+    words = connector._spec.io.loop_delays.counts
+    enough = sum(words) + 2
+    poll_until(connector, lambda: sum(words) >= enough)
 
 
 def load(connector, request, until):
@@ -166,15 +174,12 @@ def test_a_disk_keeps_what_a_queued_request_needs(connect, new_request, kv_cache
     wanted = new_request("wanted", PROMPT)
     connector.request_queued(wanted)
     connector.poll()
-    for _ in range(20):  # the stores are told of changes a little later
-        connector.poll()
-        time.sleep(0.05)
+    tell_stores(connector)
     for i in range(6):
         store(connector, new_request(f"running{i}", PROMPT), kv_caches, i + 2)
     assert connector.explain(wanted) == [["DISK"] * 5]
     connector.request_finished(wanted)
-    connector.poll()
-    time.sleep(0.3)
+    tell_stores(connector)
     for i in range(6):
         store(connector, new_request(f"later{i}", PROMPT), kv_caches, i + 9)
     assert "DISK" not in connector.explain(wanted)[0]
@@ -212,9 +217,7 @@ def test_a_disk_knows_what_is_needed_after_a_death_of_the_io_process(
     connector.poll()
     os.kill(io._peer.pid, signal.SIGKILL)
     poll_until(connector, lambda: io.died and io.tiers["disk"].is_complete)
-    for _ in range(20):  # the stores are told of changes a little later
-        connector.poll()
-        time.sleep(0.05)
+    tell_stores(connector)
     for i in range(6):
         store(connector, new_request(f"running{i}", PROMPT), kv_caches, i + 2)
     assert connector.explain(wanted) == [["DISK"] * 5]
@@ -230,7 +233,7 @@ def test_a_disk_evicts_the_session_that_returns_last(connect, new_request, kv_ca
         request.kv_transfer_params = {"kvoffload": {"session": name, "returns_in_s": in_s}}
         store(connector, request, kv_caches, seed)
         connector.poll()
-    time.sleep(0.1)  # the stores are told
+    tell_stores(connector)
     for i in range(3):
         store(connector, new_request(f"new{i}", PROMPT), kv_caches, 2 + i)
     places = {name: connector.explain(new_request(name, PROMPT))[0] for name in ("soon", "late")}

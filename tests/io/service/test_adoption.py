@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from kvoffload.backends.header import MAGIC
+from kvoffload.io.service import memory_file
 from kvoffload.io.service.host_memory import BLOCK, HostMemory
 from kvoffload.io.service.host_store import HostStore
 from kvoffload.policies.lru import LRUPolicy
@@ -21,6 +23,7 @@ from tests.support.host_server import ClientProcess, HostServer, check_stopped_b
 from tests.support.service_manager import ServiceManager
 
 BLOCKS = 8
+RECORD = memory_file._RECORD_BYTES
 
 
 def new_memory(blocks=BLOCKS, **settings):
@@ -303,6 +306,14 @@ def engine_count(server):
     return server.log.rpartition("engines may attach")[2].count("is attached")
 
 
+def num_kept(manager, memory_bytes):
+    """Return how many chunks the table of the memory has that the manager keeps."""
+    manager.take_messages()
+    fd = manager.kept[0][1]
+    at = range(memory_bytes + memory_file._LABEL_BYTES, os.fstat(fd).st_size, RECORD)
+    return sum(os.pread(fd, len(MAGIC), start) == MAGIC for start in at)
+
+
 @pytest.mark.parametrize("lend", [False, True])
 @pytest.mark.parametrize("kills", [3, pytest.param(300, marks=pytest.mark.chaos)])
 def test_servers_killed_at_any_time_leave_a_warm_memory(
@@ -317,7 +328,7 @@ def test_servers_killed_at_any_time_leave_a_warm_memory(
         for i in range(kills):
             if i % 3 == 2:  # else it is killed while it starts, or engines attach
                 until(lambda: engine_count(server) == 2)
-                time.sleep(0.5)
+                until(lambda: num_kept(manager, 2 << 20) > 100)
             time.sleep(rng.uniform(0, 0.3))
             server.kill()
             server.start()
