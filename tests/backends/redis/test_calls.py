@@ -9,13 +9,12 @@ from redis.crc import key_slot as slot_of_name
 from redis_fakes import FakeRedis, masters_of, polite
 
 from kvoffload import open_backend
-from kvoffload.backends.redis import namespace_info
+from kvoffload.backends.redis import discovery, namespace_info
 from kvoffload.backends.redis.admin import count_of, usage_of
 from kvoffload.backends.redis.circuit_breaker import CircuitBreaker
 from kvoffload.backends.redis.connection import Address
 from kvoffload.backends.redis.discovery import (
     NUM_SLOTS,
-    REFRESH_EVERY_S,
     SentinelResolver,
     key_slot,
     parse_address,
@@ -81,7 +80,7 @@ async def test_a_redirect_without_a_cluster_url_is_logged_once(caplog):
         return b"-MOVED 7 127.0.0.1:1\r\n" if words[0] == b"GETEX" else polite(words)
 
     async with FakeRedis(answer) as server:
-        async with RedisEngine(f"redis://{server.address}") as engine:
+        async with RedisEngine(f"redis://{server.address}", **PATIENT) as engine:
             for _ in range(2):
                 assert await engine.load() == [False] * 8
     (record,) = [r for r in caplog.records if "redis+cluster://" in r.getMessage()]
@@ -95,7 +94,7 @@ async def test_a_redirect_without_a_cluster_url_is_logged_once(caplog):
 async def test_uses_write_the_description_at_a_limited_rate(monkeypatch):
     monkeypatch.setattr(namespace_info, "_EVERY_S", 0.3)
     async with FakeRedis(polite) as server:
-        async with RedisEngine(f"redis://{server.address}") as engine:
+        async with RedisEngine(f"redis://{server.address}", **PATIENT) as engine:
             await engine.load()
             await asyncio.sleep(0.1)
             assert sent(server, b"PSETEX") == 0  # no description is set yet
@@ -134,7 +133,7 @@ async def test_a_refused_description_waits_a_minute_and_a_failed_one_less(
         return b"-%b\r\n" % error if words[0] == b"PSETEX" else polite(words)
 
     async with FakeRedis(answer) as server:
-        async with RedisEngine(f"redis://{server.address}") as engine:
+        async with RedisEngine(f"redis://{server.address}", **PATIENT) as engine:
             await engine.backend.describe({"model": "m"})
 
             async def refused():
@@ -154,7 +153,11 @@ async def resolved(resolve):
     return await asyncio.to_thread(resolve)
 
 
-async def test_the_next_sentinel_replaces_one_that_is_down_and_its_answer_is_remembered():
+async def test_the_next_sentinel_replaces_one_that_is_down_and_its_answer_is_remembered(
+    monkeypatch,
+):
+    monkeypatch.setattr(discovery, "REFRESH_EVERY_S", 3600.0)
+
     def answer(words):
         return masters_of("m", "127.0.0.1", "7") if words[0] == b"SENTINEL" else polite(words)
 
@@ -165,7 +168,7 @@ async def test_the_next_sentinel_replaces_one_that_is_down_and_its_answer_is_rem
         for _ in range(3):
             assert await resolved(resolve) == parse_address("127.0.0.1", "7")
         assert sent(sentinel, b"SENTINEL") == 1
-        await asyncio.sleep(REFRESH_EVERY_S)
+        resolve._until_s -= 3600.0
         await resolved(resolve)
         assert sent(sentinel, b"SENTINEL") == 2
 

@@ -38,7 +38,7 @@ async def test_error_words_of_a_server_name_no_counter():
         return b"-WORD%d%b no\r\n" % (next(fresh), b"x" * 1000)
 
     async with FakeRedis(answer) as server:
-        async with RedisEngine(f"redis://{server.address}") as engine:
+        async with RedisEngine(f"redis://{server.address}", **PATIENT) as engine:
             for _ in range(3):
                 await engine.load()
                 await engine.store()
@@ -141,7 +141,7 @@ async def test_however_badly_a_cluster_answers_it_is_asked_for_its_table_at_a_pa
 
     async with FakeRedis(answer) as server:
         begun_s = time.monotonic()
-        async with RedisEngine(f"redis+cluster://{server.address}") as engine:
+        async with RedisEngine(f"redis+cluster://{server.address}", **PATIENT) as engine:
             while time.monotonic() < begun_s + 0.5:
                 await engine.load()
                 await asyncio.sleep(0.005)
@@ -160,7 +160,7 @@ async def test_a_cluster_without_a_table_is_logged_once_and_so_is_its_return(cap
         return [r.getMessage() for r in caplog.records if "slot table" in r.getMessage()]
 
     async with FakeRedis(answer) as server:
-        async with RedisEngine(f"redis+cluster://{server.address}") as engine:
+        async with RedisEngine(f"redis+cluster://{server.address}", **PATIENT) as engine:
             assert await engine.store() == [False] * 8
 
             async def asked_twice():
@@ -235,7 +235,7 @@ async def test_a_redirect_to_a_stranger_brings_it_no_password(word, password_fil
 
         async with FakeRedis(answer) as server:
             url = f"redis+cluster://{server.address}"
-            async with RedisEngine(url, password_file=password_file) as engine:
+            async with RedisEngine(url, password_file=password_file, **PATIENT) as engine:
                 for _ in range(3):
                     assert await engine.load() == [False] * 8
                     assert await engine.store() == [False] * 8
@@ -265,7 +265,7 @@ async def stays_in_use_after_a_redirect_to(target):
 
     lies = True
     async with FakeRedis(answer) as server:
-        async with RedisEngine(f"redis+cluster://{server.address}") as engine:
+        async with RedisEngine(f"redis+cluster://{server.address}", **PATIENT) as engine:
             for _ in range(4):
                 assert await engine.load() == [False] * 8, target
             lies = False
