@@ -40,7 +40,7 @@ class Night:
         self._served += 1
         name = name or f"prompt {self._served}"
         request = self._new_request(name, 41, request_id=f"{name} {self._served}")
-        until_s = time.monotonic() + 5
+        until_s = time.monotonic() + 60
         while (found := self.connector.get_num_new_matched_tokens(request, 0)) is None:
             assert time.monotonic() < until_s
             time.sleep(0.01)
