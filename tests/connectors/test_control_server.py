@@ -270,7 +270,7 @@ def test_too_much_and_too_slow_are_cut_off(run, start, monkeypatch):
     assert raw(run, b" " * (2 << 20)) == b""
     begun_s = time.monotonic()
     assert raw(run, b'{"type":', end=False) == b""
-    assert time.monotonic() - begun_s < 5
+    assert time.monotonic() - begun_s < 60
     assert json.loads(raw(run, b'{"type":"clear"}'))["error"] == ""
 
 
@@ -285,10 +285,10 @@ def test_an_engine_that_takes_no_step_has_done_nothing(run, start, monkeypatch):
 
 
 def test_an_order_that_takes_too_long_is_said(run, start, monkeypatch):
-    monkeypatch.setattr(control_server, "ORDER_S", 0.4)
+    monkeypatch.setattr(control_server, "ORDER_S", 2.0)
     start(Stub(1 << 60))
     (sock,) = engine_sockets()
-    assert sock.ask(Clear()).error == "not done after 0.2 s; what has begun goes on"
+    assert sock.ask(Clear()).error == "not done after 1 s; what has begun goes on"
 
 
 def test_a_step_that_outlasts_its_order_does_not_end_the_next_one():
@@ -302,7 +302,7 @@ def test_a_step_that_outlasts_its_order_does_not_end_the_next_one():
 
     def impatient():
         with pytest.raises(Refused, match="not done"):
-            orders.carry_out(slow(), 0.5)
+            orders.carry_out(slow(), 1.5)
 
     engine = threading.Thread(target=lambda: [orders.step(), orders.step()])
     first = threading.Thread(target=impatient)

@@ -7,11 +7,11 @@ import pytest
 
 @pytest.fixture
 def until():
-    """``until(f)`` calls f until it returns something true, and returns that; fails after 30 s."""
+    """``until(f)`` calls f until it returns something true, and returns that; fails after 120 s."""
     return wait
 
 
-def wait(probe, timeout_s=30.0):
+def wait(probe, timeout_s=120.0):
     """See :func:`until`."""
     end = time.monotonic() + timeout_s
     while True:

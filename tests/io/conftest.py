@@ -45,7 +45,7 @@ class Rig:
             return ServerProcess(self._fd)
         return ServerThread(self.slab.slot(0, self.slab.num_bytes))
 
-    def open(self, *tiers, load_timeout_s=5.0, store_timeout_s=5.0, **settings):
+    def open(self, *tiers, load_timeout_s=30.0, store_timeout_s=30.0, **settings):
         """Open tiers given as (name, type, options)."""
         wanted = opening(tiers or [("memory", "memory", {})], SLOT, **settings)
         client = IOClient(self.start, wanted, load_timeout_s, store_timeout_s)
@@ -54,7 +54,7 @@ class Rig:
 
     def close(self):
         for client in self.clients:
-            client.close(2.0)
+            client.close(10.0)  # or one that is killed, and never reaped, warns in another test
         os.close(self._fd)
 
     def store(self, client, tier, keys, until, first=0):

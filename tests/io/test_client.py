@@ -226,14 +226,15 @@ def test_a_hung_load_is_answered_at_its_deadline_and_released(rig, until, planne
     rig.store(client, "planned", KEYS[:1], until)
     planned.set(Plan("hang", frozenset({"read"})))
     with monkeypatch.context() as patient:
-        patient.setattr(deadlines, "CANCEL_GRACE_S", 10.0)
+        patient.setattr(deadlines, "CANCEL_GRACE_S", 60.0)
         load = rig.load(client, "planned", KEYS[:1])
         until(lambda: load.answers)
     assert load.answers == [([False], "deadline", True)]
-    planned.set(process=Process("stubborn", 2.0))
+    planned.set(process=Process("stubborn", 60.0))
     load = rig.load(client, "planned", KEYS[:1], first=3)
     until(lambda: load.answers)
     assert (load.answers, load.releases) == ([([False], "deadline", False)], 0)
+    planned.set()
     until(lambda: load.releases)
     assert rig.slab.rows[3].all(), "its late write came before its release"
     assert len(load.answers) == 1
@@ -242,7 +243,7 @@ def test_a_hung_load_is_answered_at_its_deadline_and_released(rig, until, planne
 def test_only_a_job_with_a_short_deadline_wakes_the_clients_thread(
     rig, until, planned, monkeypatch
 ):
-    client = rig.open(("planned", "planned", planned.options), load_timeout_s=0.3)
+    client = rig.open(("planned", "planned", planned.options), load_timeout_s=1.5)
     rig.store(client, "planned", KEYS[:1], until)
     planned.set(Plan("hang", frozenset({"read"})))
     wake, woken = client._link.wake, []
@@ -260,48 +261,48 @@ def test_only_a_job_with_a_short_deadline_wakes_the_clients_thread(
 
 def test_a_load_that_goes_on_may_take_longer_than_its_timeout(rig, until, tmp_path, planned):
     """Calls of eight chunks end one after the other; each gives the load more time."""
-    client = rig.open(("planned", "planned", planned.options), load_timeout_s=0.75)
+    client = rig.open(("planned", "planned", planned.options), load_timeout_s=1.5)
     keys = keys_of(60)
     rig.store(client, "planned", keys, until)
-    planned.set(process=Process("queue", 0.125))
+    planned.set(process=Process("queue", 0.2))
     begun = time.monotonic()
     load = rig.load(client, "planned", keys)
     until(lambda: load.answers)
     assert load.answers == [([True] * 60, "", True)]
-    assert time.monotonic() - begun > 0.75
+    assert time.monotonic() - begun > 1.5
 
 
 @pytest.mark.parametrize("is_hung", [False, True])
 def test_a_load_that_waits_behind_another_has_time_while_that_one_goes_on(
     rig, until, planned, monkeypatch, is_hung
 ):
-    monkeypatch.setattr(deadlines, "CANCEL_GRACE_S", 10.0)
-    client = rig.open(("planned", "planned", planned.options), load_timeout_s=0.75)
+    monkeypatch.setattr(deadlines, "CANCEL_GRACE_S", 60.0)
+    client = rig.open(("planned", "planned", planned.options), load_timeout_s=1.5)
     keys = keys_of(56)
     rig.store(client, "planned", keys, until)
     hang = [Plan("hang", frozenset({"read"}), keys=frozenset(keys[48:]))] if is_hung else []
-    planned.set(*hang, process=Process("queue", 0.15))  # eight chunks at a time
+    planned.set(*hang, process=Process("queue", 0.28))  # eight chunks at a time
     first = rig.load(client, "planned", keys[:48])
     begun = time.monotonic()
     second = rig.load(client, "planned", keys[48:], first=48)
     until(lambda: first.answers)
     ended = time.monotonic()
     assert first.answers == [([True] * 48, "", True)]
-    assert ended - begun > 0.75
+    assert ended - begun > 1.5
     until(lambda: second.answers)
     assert second.answers == [([not is_hung] * 8, "deadline" if is_hung else "", True)]
     if is_hung:
-        assert 0.5 < time.monotonic() - ended < 5.0
+        assert 1.0 < time.monotonic() - ended < 60.0
 
 
 def test_the_end_answers_every_job_and_does_not_wait_for_a_hung_store(rig, until, planned):
     client = rig.open(("planned", "planned", planned.options))
-    planned.set(process=Process("stubborn", 6.0))
+    planned.set(process=Process("stubborn", 90.0))
     load = rig.load(client, "planned", KEYS[:1])
     time.sleep(0.1)
     begun = time.monotonic()
     client.close(0.3)
-    assert time.monotonic() - begun < 5.0
+    assert time.monotonic() - begun < 60.0
     assert [(reason, settled) for _, reason, settled in load.answers] == [("shutdown", False)]
     after = rig.load(client, "planned", KEYS[:1])
     assert after.answers == [([False], "io_died", True)]

@@ -80,7 +80,7 @@ def test_killed_at_a_named_point_it_costs_only_misses(
             break
     until(lambda: kill_point.killed_s, 30)
     planned.set()
-    engine.wait_at_most(10.0)
+    engine.wait_at_most(30.0)
     if what == "close":
         assert not engine.held().children & held.children
         truth, engine = engine.truth, start()

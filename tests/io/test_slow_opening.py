@@ -13,6 +13,7 @@ from kvoffload import registry
 from kvoffload.backends.disk import backend as disk_backend
 from kvoffload.backends.disk import store as disk_store
 from kvoffload.io import client as io_client
+from kvoffload.io import deadlines
 from kvoffload.io import server as io_server
 from kvoffload.testing.backends import keys_of
 
@@ -81,8 +82,8 @@ def test_while_one_store_opens_the_others_serve_and_the_loop_goes_on(
 
 
 def test_a_store_that_opens_when_another_is_wanted_is_closed(client, gate, until, tmp_path):
-    before = held_files(tmp_path)
-    assert before.total() == 4
+    # Once its first look at the root has ended.
+    before = until(lambda: (found := held_files(tmp_path)).total() == 4 and found)
     gate.is_open.clear()
     for i in range(3):
         with pytest.raises(io_client.ConfigError, match="to open the tiers"):
@@ -172,8 +173,9 @@ def test_orders_wait_for_a_store_that_hangs_only_so_long(
 
 
 def test_a_deadline_ends_an_order_that_waits_for_its_store(
-    thread_rig, tmp_path, gate, until, listener
+    thread_rig, tmp_path, gate, until, listener, monkeypatch
 ):
+    monkeypatch.setattr(deadlines, "CANCEL_GRACE_S", 60.0)
     disk = ("disk", "disk", {"root": str(tmp_path), "min_free": 0})
     client = thread_rig.open(disk, store_timeout_s=0.2)
     gate.is_open.clear()

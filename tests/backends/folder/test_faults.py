@@ -118,7 +118,7 @@ async def test_a_hung_mount_is_given_up_by_the_deadline_and_threads_are_bounded(
 
 async def test_a_store_that_was_given_up_counts_by_whether_its_file_comes(tmp_path):
     vfs = StuckVfs(lambda call, path: call == "rename" and kind_of(path) == "chunk")
-    backend, keys = open_folder(tmp_path / "share", vfs=vfs, timeout_s=0.2, threads=4), keys_of(9)
+    backend, keys = open_folder(tmp_path / "share", vfs=vfs, timeout_s=1.0, threads=4), keys_of(9)
     assert await store(backend, keys) == [False] * 9
     assert backend.counters()["write_late"] + backend.counters()["write_stalled"] == 9
     vfs.release()
@@ -134,7 +134,7 @@ async def test_lookups_wait_for_no_chunk_that_is_moved(tmp_path):
     await store(backend, keys)
     loading = asyncio.ensure_future(load(backend, keys))
     assert await until(lambda: vfs.stuck == 4)
-    assert await asyncio.wait_for(backend.contains(keys_of(40, "other")), 2) == [False] * 40
+    assert await asyncio.wait_for(backend.contains(keys_of(40, "other")), 60) == [False] * 40
     vfs.release()
     assert await loading == [True] * 8
     await backend.close()
