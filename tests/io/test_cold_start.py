@@ -166,7 +166,7 @@ def test_a_renewal_is_no_cold_start(process_rig, tmp_path, until, caplog):
 
     def start(namespace, facts):
         wanted = replace(opening([disk], namespace=namespace), facts=facts)
-        process_rig.clients.append(IOClient(process_rig.start, wanted, 5.0, 5.0))
+        process_rig.clients.append(IOClient(process_rig.start, wanted, 60.0, 60.0))
         return process_rig.clients[-1]
 
     process_rig.store(start(OTHER, {**FACTS, "kv_dtype": "auto"}), "disk", [b"a" * 36], until)
