@@ -1,5 +1,6 @@
 """``io: "auto"``: loads from the page cache without waiting, or directly; never other bytes."""
 
+import contextlib
 import ctypes
 import errno
 import json
@@ -257,7 +258,7 @@ async def main(root, kernel, form, seed, capacity, size, seconds):
     print("up", flush=True)
     loop = asyncio.get_running_loop()
     end = loop.time() + seconds
-    while loop.time() < end:
+    while loop.time() < end or reads <= 100 or min(ways) <= 20:  # longer on a busy machine
         some = rng.sample(keys, 8)
         if rng.random() < 0.6:
             files.available(rng.choice((GIB, 10 * GIB)))
@@ -277,20 +278,22 @@ asyncio.run(main(*words[:3], int(words[3]), int(capacity), int(size), float(seco
 
 
 @pytest.mark.parametrize("form", ["files", "segments"])
-@pytest.mark.parametrize("seconds", [3, pytest.param(120, marks=pytest.mark.chaos)])
+@pytest.mark.parametrize("seconds", [2, pytest.param(120, marks=pytest.mark.chaos)])
 def test_a_direct_store_over_cached_pages_is_what_every_process_loads(tmp_path, form, seconds):
     """Two processes on one full root overwrite files of chunks, by both ways in turns."""
     processes = []
-    for seed in range(2):
-        places = [str(tmp_path / "kv"), str(tmp_path / f"kernel{seed}")]
-        words = [*places, form, str(seed), str(60 * ON_DISK), str(SIZE), str(seconds)]
-        command = [sys.executable, "-c", MIXED, *words]
-        processes.append(subprocess.Popen(command, stdout=subprocess.PIPE, text=True))
-        assert processes[-1].stdout.readline() == "up\n"
-    for process in processes:
-        out, _ = process.communicate(timeout=seconds + 60)
-        wrong, reads, ways, counts = json.loads(out.splitlines()[-1])
-        assert (process.returncode, wrong) == (0, 0)
-        assert reads > 100
-        assert min(ways) > 20, "both ways were to be taken"
-        assert not [name for name in counts if "corrupt" in name], counts
+    with contextlib.ExitStack() as stack:
+        for seed in range(2):
+            places = [str(tmp_path / "kv"), str(tmp_path / f"kernel{seed}")]
+            words = [*places, form, str(seed), str(60 * ON_DISK), str(SIZE), str(seconds)]
+            command = [sys.executable, "-c", MIXED, *words]
+            process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+            processes.append(stack.enter_context(process))
+            assert process.stdout.readline() == "up\n"
+        for process in processes:
+            out, _ = process.communicate(timeout=seconds + 240)
+            wrong, reads, ways, counts = json.loads(out.splitlines()[-1])
+            assert (process.returncode, wrong) == (0, 0)
+            assert reads > 100
+            assert min(ways) > 20, "both ways were to be taken"
+            assert not [name for name in counts if "corrupt" in name], counts

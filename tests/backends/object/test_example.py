@@ -30,9 +30,13 @@ def test_the_steps_try_the_tier_on_the_server_of_the_compose_file(s3, monkeypatc
         monkeypatch.setenv(*assignment.split("="))
     words = shlex.split(steps[-1].replace("http://127.0.0.1:5000", s3.endpoint))
     monkeypatch.setattr("sys.argv", words)
-    with pytest.raises(SystemExit) as ended:
-        main()
-    assert ended.value.code == 0, capsys.readouterr()
+    for _ in range(5):  # on a busy machine the server may answer later than timeout_s
+        with pytest.raises(SystemExit) as ended:
+            main()
+        printed = capsys.readouterr()
+        if ended.value.code == 0:
+            break
+    assert ended.value.code == 0, printed
 
 
 def test_the_manifest_the_rights_and_the_rule_belong_together():
