@@ -193,6 +193,15 @@ def test_replay_finds_the_policies_of_an_installed_package_by_their_names(tmp_pa
     assert " passed" in done.stdout
 
 
+def test_images_of_the_examples_have_the_package_and_no_secret_or_chunk_of_the_checkout():
+    """Examples make keys, passwords and stores in their own folders, inside of the context."""
+    lines = (ROOT / ".dockerignore").read_text().splitlines()
+    patterns = [line for line in lines if line and not line.startswith("#")]
+    assert patterns[0] == "*"
+    added = {pattern[1:] for pattern in patterns if pattern.startswith("!")}
+    assert added == {"LICENSE", "README.md", "kvoffload", "pyproject.toml"}
+
+
 def test_the_script_for_a_vllm_server_leaves_room_on_a_shared_file_system():
     script = ROOT / "examples/vllm/serve.sh"
     env = {**os.environ, "PYTHON": "echo"}

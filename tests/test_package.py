@@ -195,7 +195,7 @@ def test_the_source_archive_lacks_no_module_and_no_page(built):
     with tarfile.open(built[0]) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
     pages = {page.name for page in ROOT.glob("*.md")}
-    wanted = modules("kvoffload", "examples", "benchmarks", "tests") | pages
+    wanted = modules("kvoffload", "examples", "benchmarks", "tests") | pages | {".dockerignore"}
     assert wanted - names == set()
     assert {"backends", "connectors"} & names == set()  # links of the checkout
 
