@@ -234,7 +234,7 @@ async def _of_store(store: Surveys) -> Reading:
     }
     if isinstance(capacity := figures.get("capacity_bytes"), int):
         tier["capacity_bytes"] = float(capacity)
-    return Reading(tiers={"store": tier}, notes=[f"{title}: {text}" for title, text in lines])
+    return Reading(tiers={"store": tier}, notes=[": ".join(filter(None, line)) for line in lines])
 
 
 # ---- showing ----
