@@ -80,6 +80,9 @@ def _examined(options: FolderOptions) -> tuple[str, list[Finding]]:
     try:
         is_root = check_content(vfs, root)
         refuse_unsafe(root, vfs.lstat(root))
+    except FileNotFoundError:
+        remedy = f"does not exist; if {os.path.dirname(root)} is mounted: mkdir -m 700 {root}"
+        raise ConfigError("root", root, remedy) from None
     except OSError as error:
         raise ConfigError("root", root, f"cannot be used: {error.strerror}") from error
     if not options.trust_parent_folders:

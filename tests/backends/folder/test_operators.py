@@ -110,6 +110,13 @@ async def test_doctor_measures_with_the_key(root, key_file, monkeypatch):
     assert len(sealed) == 8
 
 
+async def test_doctor_says_how_to_make_a_root_that_is_not_there(tmp_path):
+    root = tmp_path / "kv"
+    with pytest.raises(ConfigError, match=f"mkdir -m 700 {root}"):
+        await admin(root, trust_parent_folders=True).diagnose()
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_secret_beside_the_key_is_refused_by_engines_and_commands(tmp_path, key_file):
     path = key_file()
     options = {"secret_file": path, "encryption": {"key_file": path}}
