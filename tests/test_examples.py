@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -191,6 +192,23 @@ def test_replay_finds_the_policies_of_an_installed_package_by_their_names(tmp_pa
             names = {row["policy"] for row in json.loads(done.stdout)["rows"]}
             assert names >= {"lru", "lru2", "s3fifo", "fifo"}
     assert " passed" in done.stdout
+
+
+def test_no_example_imports_what_only_a_checkout_has():
+    """The plug-ins have tests of their own, which import what an installation has, too."""
+    for path in (ROOT / "examples").rglob("*.py"):
+        found = re.findall(r"^\s*(?:from|import) (?:tests|benchmarks)\b", path.read_text(), re.M)
+        assert not found, path
+
+
+def test_the_packages_of_a_machine_that_looks_at_stores_are_the_requirements_but_torch():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    wanted = project["dependencies"] + project["optional-dependencies"]["cli"]
+    names = {re.match(r"[\w-]+", text)[0] for text in wanted}
+    (line,) = re.findall(
+        r"^pip install (msgspec .*)$", (ROOT / "docs/guides/operate.md").read_text(), re.M
+    )
+    assert set(line.split()) == names - {"torch"}
 
 
 def test_images_of_the_examples_have_the_package_and_no_secret_or_chunk_of_the_checkout():

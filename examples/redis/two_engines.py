@@ -9,7 +9,9 @@ import json
 import subprocess
 import sys
 import tempfile
-from contextlib import ExitStack
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 EXAMPLES = Path(__file__).resolve().parent.parent
@@ -43,15 +45,29 @@ def serve(url: str) -> None:
     )
 
 
+@contextmanager
+def _server() -> Iterator[str]:
+    """Run a server with a socket in a folder of its own; yield its URL."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "s")
+        options = ["--port", "0", "--unixsocket", str(path), "--save", ""]
+        server = subprocess.Popen(["redis-server", *options], cwd=folder, stdout=subprocess.DEVNULL)
+        try:
+            while not path.exists():
+                if server.poll() is not None:
+                    sys.exit("redis-server has ended")
+                time.sleep(0.05)
+            yield f"unix://{path}"
+        finally:
+            server.terminate()
+            server.wait()
+
+
 def main(url: str | None) -> None:
     """Run two engines, one after the other, and compare what they say."""
     with ExitStack() as stack:
         if url is None:
-            from tests.support.redis_server import RedisServer
-
-            server = RedisServer(Path(stack.enter_context(tempfile.TemporaryDirectory())))
-            stack.callback(server.stop)
-            url = server.url
+            url = stack.enter_context(_server())
         first, second = (_engine(url) for _ in range(2))
     for name, said in (("first", first), ("second", second)):
         print(
