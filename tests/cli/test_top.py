@@ -81,10 +81,7 @@ def test_a_folder_and_its_fill(engine, tmp_path):
     assert (store["chunks"], store["namespaces"]) == (10, 1)
     text = kvoffload("top", str(tmp_path / "root")).stdout
     assert "10 chunks in 1 namespace" in text
-    shown = kvoffload("inspect", str(tmp_path / "root")).stdout.splitlines()
-    assert [
-        line for line in text.splitlines() if "processes that" in line or "allocated" in line
-    ] == shown[:2]
+    assert "\nallocated by chunks: " in text  # a line without a title
 
 
 @pytest.mark.skipif(redis_server.BINARY is None, reason=redis_server.MISSING)
