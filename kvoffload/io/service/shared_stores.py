@@ -399,7 +399,8 @@ class IndexedView(StoreView, LocalIndex):
         super().__init__(shared)
         self._index = index
         self._changes = ChangedKeys()
-        self._changes.begin_parts(shared.present.values())
+        # What is told from now on is a change: a part that is empty yet would list it once more.
+        self._changes.begin_parts(filter(None, shared.present.values()))
         self._forgotten: set[bytes] = set()
 
     def holds(self, key: bytes) -> bool:
