@@ -1,5 +1,7 @@
 """A chunk in a server's memory, and the blocks that it takes."""
 
+import msgspec
+
 BLOCK = 16 << 10
 """Bytes of a block: a chunk takes whole ones."""
 
@@ -9,18 +11,25 @@ def blocks_of(size: int) -> int:
     return max(1, -(-size // BLOCK))
 
 
-class Chunk:
-    """Where it is, its header, and who reads it; guarded by the memory's lock."""
+Runs = tuple[tuple[int, int], ...]
+"""Runs of blocks, as (first, number)."""
 
-    __slots__ = ("gone_from", "header", "is_verified", "num_readers", "runs", "size")
 
-    def __init__(self, header: bytes, runs: list[tuple[int, int]], size: int) -> None:
-        self.header, self.runs, self.size = header, runs, size
-        self.num_readers = 0
-        self.gone_from = b""
-        """The namespace that it has left; then the last reader frees its blocks."""
-        self.is_verified = False
-        """Whether its bytes have been checked here; no other process changes them."""
+class Chunk(msgspec.Struct, eq=False, gc=False):
+    """Where it is, its header, and who reads it; guarded by the memory's lock.
+
+    The garbage collector looks at no chunk: one look at a million takes a second, in which no
+    engine is served. So nothing here may refer to what refers to a chunk.
+    """
+
+    header: bytes
+    runs: Runs
+    size: int
+    num_readers: int = 0
+    gone_from: bytes = b""
+    """The namespace that it has left; then the last reader frees its blocks."""
+    is_verified: bool = False
+    """Whether its bytes have been checked here; no other process changes them."""
 
     @property
     def is_gone(self) -> bool:
@@ -40,7 +49,7 @@ class Chunk:
     @property
     def room(self) -> int:
         """Bytes of its blocks."""
-        return sum(count for _, count in self.runs) * BLOCK
+        return blocks_of(self.size) * BLOCK
 
     def can_be_lent(self, size: int) -> bool:
         """Whether its bytes are so many, and in one piece."""

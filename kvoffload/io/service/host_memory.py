@@ -18,7 +18,7 @@ from kvoffload.backends.base import WriteResult, Written
 from kvoffload.backends.header import namespace_digest, running_checksum
 from kvoffload.io.lent_memory import ADVICE
 from kvoffload.io.service.free_blocks import FreeBlocks, TakenBlocks
-from kvoffload.io.service.host_chunk import BLOCK, Chunk, blocks_of
+from kvoffload.io.service.host_chunk import BLOCK, Chunk, Runs, blocks_of
 from kvoffload.io.service.key_parts import new_parts
 from kvoffload.io.service.memory_file import MemoryFile, file_of, private_memory, sealed_file
 from kvoffload.io.service.namespace_shares import NamespaceOrder, NamespaceShares
@@ -193,7 +193,9 @@ class HostMemory:
         return [key in parts[key[:1]] for key in keys]
 
     def _find(self, name: Name) -> Chunk | None:
-        return self._part(name).get(name[_NUMBER:])
+        # In one line: a loan of 64 chunks asks 128 times.
+        parts = self._tables.get(name[:_NUMBER], _EMPTY)
+        return parts[name[_NUMBER : _NUMBER + 1]].get(name[_NUMBER:])
 
     def _chunk(self, name: Name) -> Chunk:
         return self._part(name)[name[_NUMBER:]]
@@ -311,7 +313,7 @@ class HostMemory:
                     if self._table:
                         self._table.note(header, runs)
                     self._enter(name, Chunk(header, runs, chunk.nbytes))
-                    runs = []
+                    runs = ()
                     self._tell(name)
         finally:
             if runs:
@@ -372,7 +374,7 @@ class HostMemory:
 
     # ---- under the lock ----
 
-    def _take(self, number: bytes, count: int) -> list[tuple[int, int]] | None:
+    def _take(self, number: bytes, count: int) -> Runs | None:
         """Take so many blocks for a namespace, and evict for them; None: there are not so many."""
         if count * BLOCK > self.capacity_bytes:
             return None
@@ -383,7 +385,7 @@ class HostMemory:
                 return None
         if self._shares is not None:
             self._shares.count(number, count * BLOCK)
-        return self._free.take(count)
+        return tuple(self._free.take(count))
 
     def _keep_within(self, number: bytes, num_bytes: int = 0) -> bool:
         """Evict until a namespace may have so many bytes more; False: it may not."""
@@ -498,7 +500,7 @@ class HostMemory:
         if self._table:
             self._table.use([self._chunk(name).first for name in names])
 
-    def _release(self, number: bytes, runs: list[tuple[int, int]]) -> None:
+    def _release(self, number: bytes, runs: Runs) -> None:
         if self._table:
             self._table.clear(runs[0][0])
         self._free.add(runs)
@@ -511,7 +513,7 @@ class HostMemory:
         """Go on with the chunks that an earlier server has left; the rest is free."""
         taken, size, by_use = TakenBlocks(blocks), 0, list[tuple[int, Name]]()
         for record in file.records():
-            runs, size = list(record.runs), record.header.payload_bytes
+            runs, size = tuple(record.runs), record.header.payload_bytes
             if sum(count for _, count in runs) != blocks_of(size) or not taken.add(runs):
                 file.clear(runs[0][0])
                 continue
@@ -534,7 +536,7 @@ class HostMemory:
             self._keep_within(number)
         log.info("%d chunks of the server before are adopted", len(self))
 
-    def _copy_in(self, runs: list[tuple[int, int]], chunk: memoryview) -> None:
+    def _copy_in(self, runs: Runs, chunk: memoryview) -> None:
         at = 0
         for start, count in runs:
             part = chunk[at : at + count * BLOCK]

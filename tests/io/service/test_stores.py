@@ -1,6 +1,8 @@
 """The server's memory and its layers, as backends: the suite of every store, and their own."""
 
 import asyncio
+import gc
+from functools import partial
 from itertools import pairwise
 from types import SimpleNamespace
 
@@ -122,6 +124,23 @@ async def test_the_memory_takes_chunks_of_all_namespaces_and_of_any_size():
     await one.close()
     await two.close()
     assert memory.resident_bytes == 3 * CHUNK_BYTES + BLOCK
+
+
+def test_the_garbage_collector_looks_at_no_chunk():
+    """One look at a million chunks takes a second, in which no engine is served."""
+    memory, keys = new_memory(1100, BLOCK), keys_of(1000)
+
+    def tracked():
+        gc.collect()  # it lets go of tuples of numbers
+        return len(gc.get_objects())
+
+    write = partial(memory.write, header=b"", chunk=memoryview(bytes(1)))
+    number = memory.number_of("n")
+    write(number + keys[0])
+    before = tracked()
+    for key in keys[1:]:
+        write(number + key)
+    assert tracked() < before + 500, "a table for each first byte, and no more"
 
 
 @pytest.mark.parametrize("size", [1, BLOCK, PIECE, PIECE + 1, 5 * PIECE - BLOCK + 7])
