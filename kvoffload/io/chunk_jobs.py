@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from kvoffload.backends.base import WriteResult, reason_of
 from kvoffload.backends.blocking_pool import undisturbed
-from kvoffload.io.loans import Lends, Loans
+from kvoffload.io.loans import Loans
 from kvoffload.io.open_stores import OpenStore, read_each_for, text_of, write_for
 from kvoffload.io.protocol import HAD, Answered, Arrived, Load, Store, ToClient
 
@@ -107,8 +107,8 @@ class ChunkJobs:
 
         backend = store.backend
         try:
-            if order.may_lend and self.loans.may_begin and isinstance(backend, Lends):
-                await self.loans.lend(order, backend, ok)
+            if order.may_lend and self.loans.may_begin and store.lends is not None:
+                await self.loans.lend(order, store.lends, ok)
                 if not (part := [i for i in part if not ok[i]]):
                     return ""
             keys = [order.keys[i] for i in part]

@@ -23,6 +23,7 @@ from kvoffload.backends.base import (
 from kvoffload.backends.blocking_pool import run_once
 from kvoffload.backends.log_rate import Throttle
 from kvoffload.errors import ConfigError
+from kvoffload.io.loans import Lends
 from kvoffload.io.protocol import Figures, Open, PresenceChanges, TierSettings
 from kvoffload.policies.told_return import ToldReturn
 
@@ -48,6 +49,8 @@ class OpenStore:
         self.reads_each = backend if isinstance(backend, ReadsEach) else None
         self.index = backend if isinstance(backend, LocalIndex) else None
         self.observable = backend if isinstance(backend, Observable) else None
+        self.lends = backend if isinstance(backend, Lends) else None
+        self._spares = backend if isinstance(backend, Spares) else None
         self.is_shared = bool(getattr(backend, "is_shared", False))
         """Whether processes of this host that open it alike see each other's chunks."""
         self.is_told = False
@@ -96,17 +99,17 @@ class OpenStore:
 
     def spare(self, keys: Collection[bytes]) -> None:
         """Tell the store what requests in the engine's queue need."""
-        if isinstance(self.backend, Spares):
+        if self._spares is not None:
             try:
-                self.backend.spare(keys)
+                self._spares.spare(keys)
             except Exception as error:
                 self._failed("spare", error)
 
     def expect(self, returns: Sequence[ToldReturn], share: float) -> None:
         """Tell the store when sessions need their chunks again."""
-        if isinstance(self.backend, Spares):
+        if self._spares is not None:
             try:
-                self.backend.expect(returns, share)
+                self._spares.expect(returns, share)
             except Exception as error:
                 self._failed("expect", error)
 

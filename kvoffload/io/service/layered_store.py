@@ -4,6 +4,7 @@ import asyncio
 import logging
 from collections import Counter
 from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from kvoffload.backends.admin import Purges
@@ -50,7 +51,16 @@ class Layers(Observable, ReadsEach, Spares):
     """
 
     def __init__(self, layers: Mapping[str, Backend]) -> None:
+        self._take(layers)
+
+    def _take(self, layers: Mapping[str, Backend]) -> None:
         self.layers = layers
+        # Asked once: each question to a protocol takes some 10 µs, and each job would ask ten.
+        self._observed = [
+            (name, one) for name, one in layers.items() if isinstance(one, Observable)
+        ]
+        self._indexes = [one for one in layers.values() if isinstance(one, LocalIndex)]
+        self._sparing = [one for one in layers.values() if isinstance(one, Spares)]
 
     def add(self, name: str, layer: Backend, order: Sequence[str]) -> bool:
         """Add a store that has opened late; return whether that can be.
@@ -61,7 +71,7 @@ class Layers(Observable, ReadsEach, Spares):
             order: all names, the nearest first.
         """
         layers = {**self.layers, name: layer}
-        self.layers = {each: layers[each] for each in order if each in layers}
+        self._take({each: layers[each] for each in order if each in layers})
         return True
 
     async def contains(self, keys: Sequence[bytes]) -> list[bool]:
@@ -133,24 +143,22 @@ class Layers(Observable, ReadsEach, Spares):
         return removed
 
     def spare(self, keys: Collection[bytes]) -> None:
-        for layer in self.layers.values():
-            if isinstance(layer, Spares):
-                layer.spare(keys)
+        for layer in self._sparing:
+            layer.spare(keys)
 
     def expect(self, returns: Sequence[ToldReturn], share: float) -> None:
-        for layer in self.layers.values():
-            if isinstance(layer, Spares):
-                layer.expect(returns, share)
+        for layer in self._sparing:
+            layer.expect(returns, share)
 
     # ---- figures ----
 
-    def observed(self) -> list[tuple[str, Observable]]:
+    def observed(self) -> Sequence[tuple[str, Observable]]:
         """Return the layers that tell figures."""
-        return [(name, each) for name, each in self.layers.items() if isinstance(each, Observable)]
+        return self._observed
 
     def usage(self) -> Usage:
         """Return what all layers have together; each one's bytes are gauges."""
-        usages = {name: layer.usage() for name, layer in self.observed()}
+        usages = {name: layer.usage() for name, layer in self._observed}
         gauges = dict[str, int]()
         for name, usage in usages.items():
             if usage.resident_bytes is not None:
@@ -165,25 +173,24 @@ class Layers(Observable, ReadsEach, Spares):
 
     def counters(self) -> Mapping[str, int]:
         total = Counter[str]()
-        for _, layer in self.observed():
+        for _, layer in self._observed:
             total.update(layer.counters())
         return total
 
     def take_removals(self) -> list[Removal]:
         """Return the chunks that have left, and are in no other layer with an index."""
-        indexes = [layer for layer in self.layers.values() if isinstance(layer, LocalIndex)]
-        left = [each for _, layer in self.observed() for each in layer.take_removals()]
-        return [each for each in left if not any(index.holds(each.key) for index in indexes)]
+        left = [each for _, layer in self._observed for each in layer.take_removals()]
+        return [each for each in left if not any(index.holds(each.key) for index in self._indexes)]
 
     async def describe(self, facts: Mapping[str, str]) -> None:
-        await _together(layer.describe(facts) for _, layer in self.observed())
+        await _together(layer.describe(facts) for _, layer in self._observed)
 
     async def described(self) -> Sequence[Described]:
-        lists = await _together(layer.described() for _, layer in self.observed())
+        lists = await _together(layer.described() for _, layer in self._observed)
         return [each for described in lists for each in described]
 
     def check_fit(self, chunk_bytes: int) -> None:
-        for name, layer in self.observed():
+        for name, layer in self._observed:
             try:
                 layer.check_fit(chunk_bytes)
             except ConfigError as error:
@@ -193,16 +200,12 @@ class Layers(Observable, ReadsEach, Spares):
 class IndexedLayers(Layers, LocalIndex):
     """Layers that all have an index."""
 
-    def __init__(self, layers: Mapping[str, Any]) -> None:
-        super().__init__(layers)
-        self._indexes: Sequence[LocalIndex] = list(layers.values())
+    def _take(self, layers: Mapping[str, Backend]) -> None:
+        super()._take(layers)
+        self._held = [_held_by(index) for index in self._indexes]
 
     def add(self, name: str, layer: Backend, order: Sequence[str]) -> bool:
-        if not isinstance(layer, LocalIndex):
-            return False
-        super().add(name, layer, order)
-        self._indexes = [each for each in self.layers.values() if isinstance(each, LocalIndex)]
-        return True
+        return isinstance(layer, LocalIndex) and super().add(name, layer, order)
 
     def holds(self, key: bytes) -> bool:
         for layer in self._indexes:  # noqa: SIM110, a generator costs twice as much for each key
@@ -213,11 +216,10 @@ class IndexedLayers(Layers, LocalIndex):
     def held(self, keys: Sequence[bytes]) -> list[bool]:
         """Return for each key whether a layer holds it."""
         answers = [False] * len(keys)
-        for layer in self._indexes:
+        for held in self._held:
             left = [i for i, there in enumerate(answers) if not there]
             some = keys if len(left) == len(keys) else [keys[i] for i in left]
-            found = layer.held(some) if isinstance(layer, HoldsMany) else map(layer.holds, some)
-            for i, there in zip(left, found, strict=True):
+            for i, there in zip(left, held(some), strict=True):
                 answers[i] = there
         return answers
 
@@ -242,6 +244,10 @@ def layered(layers: Mapping[str, Backend], *, late_have_index: bool = True) -> L
     """Return stores as one; with an index if all of them have one, and those to be added later."""
     is_indexed = all(isinstance(layer, LocalIndex) for layer in layers.values())
     return IndexedLayers(layers) if is_indexed and late_have_index else Layers(layers)
+
+
+def _held_by(index: LocalIndex) -> Callable[[Sequence[bytes]], Iterable[bool]]:
+    return index.held if isinstance(index, HoldsMany) else partial(map, index.holds)
 
 
 def _best(answers: Sequence[Written]) -> Written:
