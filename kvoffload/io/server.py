@@ -132,7 +132,9 @@ class Session:
                 for message in self._messages.feed(data):
                     self._take(message)
         except ConnectionError:
-            pass
+            # The stream has the same error: one that is not asked for it may log a traceback.
+            with contextlib.suppress(ConnectionError):
+                await self._writer.wait_closed()
         finally:
             await self._end()
 
