@@ -1,0 +1,41 @@
+"""Engines, ranks and servers killed at each named point: right bytes, and nothing is lost or grows.
+
+A thousand of each are a campaign; the server's memory is kept for the next one.
+"""
+
+import pytest
+
+from tests.support import kill_campaign
+from tests.support.host_server import HostServer
+
+MEMORY = "1MiB"
+"""It has no room for all that engines store."""
+KILLS = pytest.mark.parametrize(
+    "kills", [10, pytest.param(1000, marks=[pytest.mark.chaos, pytest.mark.timeout(7200)])]
+)
+
+
+@KILLS
+@pytest.mark.parametrize("rank", [False, True], ids=["engines", "ranks"])
+def test_engines_killed_at_named_points_leave_right_bytes_and_nothing_else(
+    tmp_path, until, kills, rank
+):
+    server = HostServer(tmp_path, memory=MEMORY, policy="lru")
+    try:
+        print(kill_campaign.kill_engines(server, kills, until, rank))
+        assert "Traceback" not in server.log
+    finally:
+        server.kill()
+
+
+@KILLS
+def test_servers_killed_at_named_points_cost_engines_misses_and_nothing_else(
+    tmp_path, until, kills
+):
+    disk = {"type": "disk", "root": str(tmp_path / "kv"), "capacity": "64MiB", "min_free": 0}
+    server = kill_campaign.Server(tmp_path, memory=MEMORY, policy="lru", backends=[disk])
+    try:
+        print(kill_campaign.kill_servers(server, kills, until))
+        assert "Traceback" not in server.log.read_text()
+    finally:
+        server.close()
