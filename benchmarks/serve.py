@@ -6,8 +6,10 @@ out of the server's memory, or *by copy* through slots of the engine. Several en
 of their own, which load the same chunks at the same time.
 """
 
+import itertools
 import os
 import shutil
+import socket
 import statistics
 import subprocess
 import sys
@@ -22,12 +24,25 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.harness import Row, report, row
+from benchmarks.harness import Row, best_of, report, row
 from benchmarks.io_forms import Moved
 from kvoffload.io.attached import AttachedServer
 from kvoffload.io.client import IOClient
 from kvoffload.io.forms import ServerProcess
-from kvoffload.io.protocol import VERSION, Open, TierSettings
+from kvoffload.io.protocol import (
+    VERSION,
+    Answered,
+    Borrow,
+    Lent,
+    Load,
+    MessageReader,
+    Open,
+    Passed,
+    PresenceChanges,
+    Release,
+    TierSettings,
+    frame,
+)
 from kvoffload.io.service.listener import Listener
 from kvoffload.io.service.service import Service, run_service
 from kvoffload.io.service.settings import read_serve_config
@@ -52,6 +67,7 @@ SIZE = 2 << 20
 PAGE = 32 << 10
 ROUNDS = 9
 ATTACHES = 100
+LOANS = 1000
 ENGINES = 8
 LISTED = 1_000_000
 NAMESPACE = "bench"
@@ -121,6 +137,12 @@ class Engine:
 
 
 SERVE = [TierSettings("serve", "serve", {}, "")]
+ECHO = """
+import socket, sys
+sock = socket.socket(fileno=int(sys.argv[1]))
+while data := sock.recv(1 << 16):
+    sock.sendall(data)
+"""
 
 
 def run(total_bytes: int = TOTAL_BYTES) -> dict[str, Any]:
@@ -133,6 +155,7 @@ def run(total_bytes: int = TOTAL_BYTES) -> dict[str, Any]:
             engine.move("store")
             rows = [*_attaching(server), *_loading(engine, server.process.pid, gigabytes)]
             rows += _by_slot(engine, server.process.pid, gigabytes)
+            rows += _lending(server.path, engine.keys)
         rows += _first_loads(server, total_bytes)
         rows += _many(server, total_bytes)
     return report("serve", rows + _listing())
@@ -207,6 +230,50 @@ def _by_slot(engine: Engine, pid: int, gigabytes: float) -> list[Row]:
             "server's processor time of it", spent, "s/GB", spent_s[BY_COPY] / gigabytes, "by copy"
         ),
     ]
+
+
+def _lending(path: str, keys: list[bytes]) -> list[Row]:
+    """Alternate round trips of a loan of all chunks and of as many bytes that come back."""
+    fd = create_shared_memory(SIZE)
+    server = AttachedServer(path, fd)
+    mine, theirs = socket.socketpair()
+    command = [sys.executable, "-c", ECHO, str(theirs.fileno())]
+    echo = subprocess.Popen(command, pass_fds=[theirs.fileno()])
+    theirs.close()
+    sock, reader, numbers = server.sock, MessageReader(to_server=False), itertools.count(1)
+    for each in (mine, sock):
+        each.settimeout(TIMEOUT_S)
+
+    def hear(*kinds: type) -> list[Any]:
+        """Return the first message of each kind."""
+        heard = dict[type, Any]()
+        while len(heard) < len(kinds):
+            heard |= {type(m): m for m in reader.feed(sock.recv(1 << 16)) if type(m) in kinds}
+        return list(map(heard.__getitem__, kinds))
+
+    def order(number: int) -> bytes:
+        return frame(Load(number, "serve", keys, [0] * len(keys), SIZE, may_lend=True))
+
+    def lend() -> None:
+        sock.sendall(order(next(numbers)))
+        lent, _ = hear(Lent, Answered)
+        assert len(lent.numbers) == len(keys)
+        sock.sendall(frame(Release(lent.loan)))
+
+    def echoed() -> None:
+        data = order(next(numbers))
+        mine.sendall(data)
+        assert len(mine.recv(len(data), socket.MSG_WAITALL)) == len(data)
+
+    sock.sendall(frame(Open(VERSION, SERVE, NAMESPACE, {}, SIZE, SIZE, 5.0)) + frame(Borrow()))
+    hear(Passed, PresenceChanges)
+    lend_s, echo_s = best_of(lend, echoed, rounds=LOANS)
+    server.close()
+    mine.close()
+    echo.wait()
+    os.close(fd)
+    what = f"loan of {len(keys)} chunks, round trip, best"
+    return [row(what, 1e6 * lend_s, "µs", 1e6 * echo_s, "socket's echo")]
 
 
 def _first_loads(server: HostServer, total_bytes: int) -> list[Row]:
