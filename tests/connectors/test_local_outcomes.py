@@ -27,9 +27,8 @@ class LateCopies:
     def done(self):
         return True
 
-    def wait(self, timeout_s=None):
+    def wait(self):
         time.sleep(self._seconds)
-        return True
 
 
 @pytest.fixture

@@ -171,9 +171,9 @@ class LateFence:
     def done(self):
         return False
 
-    def wait(self, timeout_s=None):
+    def wait(self):
         time.sleep(self.seconds)
-        return self.inner.wait(timeout_s)
+        self.inner.wait()
 
 
 def test_blocks_written_again_before_a_late_store_read_them_are_stored_right(tiny, monkeypatch):

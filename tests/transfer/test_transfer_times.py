@@ -31,9 +31,8 @@ KEYS = tuple(make_offload_key(hashlib.sha256(bytes([i])).digest(), 0) for i in r
 class SlowFence(CopyFence):
     """The end of a forward pass that takes its time."""
 
-    def wait(self, timeout_s=None):
+    def wait(self):
         time.sleep(WAIT_S)
-        return True
 
 
 class Half:
