@@ -29,7 +29,7 @@ NEEDED = (
     "openai-harmony==0.0.4", "py-spy", "watchfiles", "distro", "easydict", "blobfile", "gguf",
     "numba==0.65.1", "apache-tvm-ffi==0.1.11", "datasets", "ninja", "jsonschema", "outlines_core",
     "pycountry", "referencing", "diskcache", "lark", "nest_asyncio", "cloudpickle",
-    "pytest", "pytest-asyncio", "pytest-timeout", "hypothesis", "redis",
+    "pytest", "pytest-asyncio", "pytest-timeout", "pytest-xdist", "hypothesis", "redis",
 )  # fmt: skip
 
 
