@@ -107,7 +107,7 @@ class FolderBackend(AsyncChunkBackend):
         )
         self._removals: deque[Removal] = deque(maxlen=_MAX_REMOVALS)
         self._opened: dict[bytes, os.stat_result] = {}
-        """The facts of the files that loads in flight have opened."""
+        """The facts of the files that loads in flight have opened, where a load asks for them."""
         self._facts: dict[str, str] | None = None
         self._troubles = Throttle(log)
         self._housekeeper = Housekeeper(
@@ -145,8 +145,11 @@ class FolderBackend(AsyncChunkBackend):
     # ---- one chunk -----------------------------------------------------------------------------
 
     async def load(self, key: bytes, into: memoryview) -> ReadResult:
+        is_young = self._known.is_young(key)
         found = await self._asked(
-            "read", lambda turn: self._files.read(turn, key, into), Found("late")
+            "read",
+            lambda turn: self._files.read(turn, key, into, is_young=is_young),
+            Found("late"),
         )
         if found.facts is not None:
             self._opened[key] = found.facts
@@ -239,7 +242,9 @@ class FolderBackend(AsyncChunkBackend):
                 damaged.append(self._remove_damaged(key, facts))
             elif not answer:
                 self._known.forget(key)  # the next lookup asks the mount
-            elif facts is not None:
+            elif facts is None:
+                self._known.found([key])
+            else:
                 self._known.used(key, self._records.age_s(facts.st_mtime_ns))
         await asyncio.gather(*damaged)
         return answers

@@ -4,6 +4,7 @@ Methods block, run on threads of the mount, and return a reason instead of raisi
 """
 
 import contextlib
+import errno
 import itertools
 import os
 import stat
@@ -18,6 +19,9 @@ from kvoffload.backends.folder.mount import Turn
 from kvoffload.backends.folder.places import STORE
 from kvoffload.backends.frames import Frames
 from kvoffload.backends.header import ALIGNED_BYTES, Header, is_key, parse_header
+
+_NO_FILE = (errno.EISDIR, errno.ESPIPE)
+"""What a read of a folder, and one of a pipe, says."""
 
 
 class Found(NamedTuple):
@@ -34,8 +38,8 @@ class Found(NamedTuple):
 class ChunkFiles:
     """The chunk files of one namespace.
 
-    A load opens one file. A store makes one file and renames it. The facts of a file that was just
-    opened cost no further question to the server.
+    A load opens one file. A store makes one file and renames it. The facts of an open file cost a
+    FUSE mount one more question, where its kernel has part of them only.
 
     Args:
         vfs: makes the system calls.
@@ -57,8 +61,11 @@ class ChunkFiles:
     def path_of(self, key: bytes) -> str:
         return f"{self._folder}/{shard_of(key)}/{key.hex()}"
 
-    def read(self, turn: Turn, key: bytes, into: memoryview) -> Found:
-        """Fill ``into`` with the chunk of the key's file, and verify it."""
+    def read(self, turn: Turn, key: bytes, into: memoryview, *, is_young: bool) -> Found:
+        """Fill ``into`` with the chunk of the key's file, and verify it.
+
+        ``is_young``: a hit needs no facts, because the file's time tells of a use already.
+        """
         if not is_key(key):
             return Found("missing")
         vfs, path, header = self._vfs, self.path_of(key), self._frames.blank()
@@ -66,9 +73,15 @@ class ChunkFiles:
             fd = vfs.open(path, os.O_RDONLY)
         except OSError as error:
             return Found(reason_of(error))
-        facts = None
+        facts = verdict = None
         try:
+            if is_young:
+                verdict = self._verdict_at_once(turn, fd, key, header, into)
+            if verdict:
+                return Found("", None, verdict)
             facts = vfs.fstat(fd)
+            if verdict is not None:
+                return Found("", facts, verdict)
             if (strange := strangeness(facts)) is not None:
                 return Found(strange, facts)
             is_of_this_length = facts.st_size == len(header) + into.nbytes
@@ -85,6 +98,26 @@ class ChunkFiles:
             return Found(reason_of(error), facts)
         finally:
             vfs.close_quietly(fd)
+
+    def _verdict_at_once(
+        self, turn: Turn, fd: int, key: bytes, header: memoryview, into: memoryview
+    ) -> ReadResult | None:
+        """Read and verify a file; None: it has another length, or it is a folder or a pipe.
+
+        Raises:
+            OSError: it cannot be read.
+        """
+        wanted = [header, into, memoryview(bytearray(1))]  # a longer file has a byte for the last
+        with turn.memory():
+            try:
+                moved = self._vfs.preadv(fd, wanted, 0)
+            except OSError as error:
+                if error.errno not in _NO_FILE:
+                    raise
+                return None
+            if moved != len(header) + into.nbytes:
+                return None
+            return self._frames.verdict(True, key, header, into)
 
     def write(self, turn: Turn, key: bytes, chunk: memoryview, tenant: bytes) -> str:
         """Store a chunk, in place of what is there; return why that failed, or an empty text."""

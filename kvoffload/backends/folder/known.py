@@ -24,7 +24,8 @@ class KnownChunks:
     def __init__(self) -> None:
         self._until_s: dict[bytes, float] = {}
         self._passed_over: dict[bytes, None] = {}
-        self._renewed_s: dict[bytes, float] = {}
+        self._young_until_s: dict[bytes, float] = {}
+        """Until when a file's time tells of each use well enough: nothing needs to read it."""
         self._due: dict[bytes, None] = {}
         self._taking = threading.Lock()
 
@@ -47,14 +48,21 @@ class KnownChunks:
         """Note a chunk that was just written: its file's time is now."""
         self._passed_over.pop(key, None)
         self.found([key])
-        _put(self._renewed_s, key, time.monotonic())
+        _put(self._young_until_s, key, time.monotonic() + RENEW_S)
+
+    def is_young(self, key: bytes) -> bool:
+        """Return whether a chunk's file is known to have a time of the last :data:`RENEW_S`."""
+        return self._young_until_s.get(key, 0.0) > time.monotonic()
 
     def used(self, key: bytes, age_s: float) -> None:
-        """Note a load of a chunk whose file's time is so old."""
+        """Note a load of a chunk whose file's time is so old; 0: that is not known yet."""
         self.found([key])
-        now_s = time.monotonic()
-        if age_s > RENEW_S and now_s - self._renewed_s.get(key, -RENEW_S) >= RENEW_S:
-            _put(self._renewed_s, key, now_s)
+        until_s = time.monotonic() + RENEW_S
+        if age_s <= RENEW_S:
+            if age_s:
+                _put(self._young_until_s, key, until_s - max(age_s, 0.0))
+        elif not self.is_young(key):
+            _put(self._young_until_s, key, until_s)
             with self._taking:
                 _put(self._due, key, None)
 
@@ -70,12 +78,12 @@ class KnownChunks:
 
     def forget(self, key: bytes) -> bool:
         """Know nothing of a chunk any more; return whether it counted as present."""
-        self._renewed_s.pop(key, None)
+        self._young_until_s.pop(key, None)
         return self._until_s.pop(key, None) is not None
 
     def clear(self) -> None:
         """Know nothing: the root is another store now."""
-        for table in (self._until_s, self._passed_over, self._renewed_s):
+        for table in (self._until_s, self._passed_over, self._young_until_s):
             table.clear()
 
 

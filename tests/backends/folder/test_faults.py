@@ -3,6 +3,7 @@
 import asyncio
 import errno
 import itertools
+import os
 import subprocess
 import sys
 import threading
@@ -35,12 +36,18 @@ def of_chunks(*calls):
 
 
 @pytest.mark.parametrize("error", ERRORS, ids=errno.errorcode.get)
-@pytest.mark.parametrize("call", ["open", "fstat", "preadv"])
-async def test_a_load_that_the_mount_fails_is_a_miss_with_a_reason(tmp_path, call, error):
-    vfs = FailingVfs(0, error, sticky=True, when=of_chunks(call))
-    backend, keys = open_folder(tmp_path / "share", vfs=vfs), keys_of(3)
-    assert await store(backend, keys) == [True] * 3
-    vfs.nth = 1
+@pytest.mark.parametrize(
+    ("call", "is_own"),
+    [("open", True), ("preadv", True), ("open", False), ("fstat", False), ("preadv", False)],
+)
+async def test_a_load_that_the_mount_fails_is_a_miss_with_a_reason(tmp_path, call, is_own, error):
+    vfs, keys = FailingVfs(0, error, sticky=True, when=of_chunks(call)), keys_of(3)
+    if not is_own:  # whose files' times this process does not know
+        await stored_by_another(tmp_path / "share", keys)
+    backend = open_folder(tmp_path / "share", vfs=vfs)
+    if is_own:
+        assert await store(backend, keys) == [True] * 3
+    vfs.nth = vfs.calls + 1
     answers = await load(backend, keys)
     assert [each.value for each in answers] == ["unavailable"] * 3
     assert backend.counters()[f"read_io_{errno.errorcode[error]}"] == 3
@@ -218,6 +225,23 @@ async def test_a_damaged_file_is_a_miss_and_is_replaced(tmp_path, what, change):
     assert await backend.contains(keys) == [False, True]
     assert await store(backend, keys) == [True] * 2
     assert await load(backend, keys) == [True] * 2
+    await backend.close()
+
+
+@pytest.mark.parametrize("is_own", [True, False])
+async def test_a_folder_or_a_pipe_under_a_chunks_name_is_a_miss_with_its_reason(tmp_path, is_own):
+    keys = keys_of(2)
+    if not is_own:
+        await stored_by_another(tmp_path / "share", keys)
+    backend = open_folder(tmp_path / "share")
+    if is_own:
+        assert await store(backend, keys) == [True] * 2
+    for key, make in zip(keys, (os.mkdir, os.mkfifo), strict=True):
+        path = path_of(tmp_path, key)
+        path.unlink()
+        make(path)
+    assert await load(backend, keys) == [ReadResult.CORRUPT] * 2
+    assert backend.counters()["corrupt_folder"] == backend.counters()["corrupt_special"] == 1
     await backend.close()
 
 

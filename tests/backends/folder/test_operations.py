@@ -4,12 +4,13 @@ import asyncio
 import threading
 import time
 from collections import Counter
+from types import SimpleNamespace
 
 import pytest
-from folder_parts import SIZE, load, open_folder, store
+from folder_parts import SIZE, load, open_folder, store, store_at_last, until
 
 from kvoffload.backends.disk.paths import SHARDS
-from kvoffload.backends.folder import upkeep
+from kvoffload.backends.folder import known, upkeep
 from kvoffload.backends.folder.evictor import Evictor
 from kvoffload.backends.folder.records import HostRecord, LeaseRecord, Records
 from kvoffload.backends.folder.scan import Scan
@@ -67,6 +68,23 @@ async def test_a_store_creates_and_renames_and_a_load_opens_and_a_known_chunk_is
     assert vfs.taken() == {}
     assert await store(backend, keys) == [True] * 50
     assert vfs.taken() == {"lstat": 50}  # is it still there? no byte is written again
+
+
+async def test_a_load_asks_for_the_facts_of_a_file_once_an_hour(counting, tmp_path, monkeypatch):
+    backend, vfs = counting
+    other, stored, shared = open_folder(tmp_path / "share"), keys_of(9, "new"), keys_of(9, "more")
+    assert await store_at_last(other, shared)
+    assert await store(backend, stored) == [True] * 9
+    assert await until(lambda: backend._records.age_s(0))  # it knows the server's clock
+    asked, began_s = [], time.monotonic()
+    for passed_s in (0, 0, known.RENEW_S - 60, known.RENEW_S + 60):
+        now_s = began_s + passed_s
+        monkeypatch.setattr(known, "time", SimpleNamespace(monotonic=lambda now_s=now_s: now_s))
+        vfs.calls.clear()
+        assert await load(backend, stored + shared) == [True] * 18
+        asked.append(sum(call == "fstat" for call, _ in vfs.calls))
+    assert asked == [9, 0, 0, 18]
+    await other.close()
 
 
 async def test_the_thread_that_moves_a_chunk_computes_its_checksum(tmp_path, monkeypatch):
