@@ -2,8 +2,9 @@
 
 ``kvoffload bench folder``. All use files of the same folder, which ``TMPDIR`` chooses: a local one,
 or one on a mount. The plain loop has as many threads; it opens, reads or writes, and closes one
-file a chunk, and verifies, publishes and accounts nothing. Where ``fio`` is installed, it does the
-same with as many jobs, without Python.
+file a chunk, and verifies, publishes and accounts nothing. Another loop does what the tier must: it
+uses the tier's folders, renames each file that it wrote, and computes checksums. Where ``fio`` is
+installed, it does what the plain loop does with as many jobs, without Python.
 """
 
 import asyncio
@@ -22,8 +23,10 @@ from typing import Any
 from benchmarks.harness import Row, report, row
 from kvoffload.backends.base import Backend
 from kvoffload.backends.disk.backend import DiskBackend, DiskOptions
+from kvoffload.backends.disk.paths import shard_of
 from kvoffload.backends.disk.vfs import Vfs
 from kvoffload.backends.folder.backend import FolderBackend, FolderOptions
+from kvoffload.backends.header import checksum
 from kvoffload.config import ByteSize
 from kvoffload.testing.backends import keys_of
 
@@ -74,7 +77,10 @@ async def _transfers(scratch: str, count: int) -> list[Row]:
     backends: dict[str, Backend] = {"folder": _folder(f"{scratch}/folder")}
     for io in ("direct", "buffered"):
         backends[f"disk, io = {io}"] = _disk(f"{scratch}/disk-{io}", io)
-    plain = _Plain(f"{scratch}/plain", slots)
+    loops = {
+        "open, move, close": _Plain(f"{scratch}/plain", slots),
+        "a loop of the same work": _SameWork(f"{scratch}/same", slots, keys),
+    }
     fio = shutil.which("fio")
     best: dict[tuple[str, str], float] = {}
 
@@ -82,37 +88,30 @@ async def _transfers(scratch: str, count: int) -> list[Row]:
         for name, start, end in zip((verb, f"{verb} CPU"), began, _clocks(), strict=True):
             best[name, side] = min(end - start, best.get((name, side), end - start))
 
-    sides = [*backends, "open, move, close"]
+    tiers = {name: _Tier(backend, keys, slots) for name, backend in backends.items()}
+    sides, names = {**tiers, **loops}, [*backends, *loops]
     for turn in range(ROUNDS):
-        for number in range(len(sides)):
-            side = sides[(turn + number) % len(sides)]
-            backend = backends.get(side)
+        for number in range(len(names)):
+            side = names[(turn + number) % len(names)]
+            each = sides[side]
             began = _clocks()
-            if backend is None:
-                await plain.move(plain.write)
-            else:
-                _all(await backend.write(keys, slots))
+            await each.store()
             note("store", side, began)
             began = _clocks()
-            if backend is None:
-                await plain.move(plain.read)
-            else:
-                _all(await backend.read(keys, slots))
+            await each.load()
             note("load", side, began)
-            if backend is None:
-                await plain.move(plain.remove)
-            else:
-                await backend.remove(keys)
+            await each.drop()
         for verb, rw in (("store", "write"), ("load", "read")) if fio else ():
             seconds = _fio_seconds(f"{scratch}/fio", rw, count)
             best[verb, "fio"] = min(seconds, best.get((verb, "fio"), seconds))
         shutil.rmtree(f"{scratch}/fio", ignore_errors=True)
-    plain.close()
+    for loop in loops.values():
+        loop.close()
     for backend in backends.values():
         await backend.close()
     gigabytes, rows = count * SIZE / 1e9, []
     for verb in ("store", "load"):
-        for side in sides[1:]:
+        for side in names[1:]:
             ours, theirs = gigabytes / best[verb, "folder"], gigabytes / best[verb, side]
             rows.append(row(f"{verb}, 2 MiB", ours, "GB/s", theirs, side))
             cpu, limit = (best[f"{verb} CPU", each] / gigabytes for each in ("folder", side))
@@ -143,6 +142,24 @@ def _clocks() -> tuple[float, float]:
     return time.perf_counter(), time.process_time()
 
 
+class _Tier:
+    """A backend, called as the loops are."""
+
+    def __init__(
+        self, backend: Backend, keys: Sequence[bytes], slots: Sequence[memoryview]
+    ) -> None:
+        self._backend, self._keys, self._slots = backend, keys, slots
+
+    async def store(self) -> None:
+        _all(await self._backend.write(self._keys, self._slots))
+
+    async def load(self) -> None:
+        _all(await self._backend.read(self._keys, self._slots))
+
+    async def drop(self) -> None:
+        await self._backend.remove(self._keys)
+
+
 class _Plain:
     """The plain loop."""
 
@@ -152,26 +169,63 @@ class _Plain:
         self._pool = ThreadPoolExecutor(THREADS)
         self._header = memoryview(mmap.mmap(-1, 4096))
 
-    async def move(self, work: Callable[[int], None]) -> None:
+    async def store(self) -> None:
+        await self._each(self._write)
+
+    async def load(self) -> None:
+        await self._each(self._read)
+
+    async def drop(self) -> None:
+        await self._each(self._remove)
+
+    async def _each(self, work: Callable[[int], None]) -> None:
         loop = asyncio.get_running_loop()
         calls = [loop.run_in_executor(self._pool, work, i) for i in range(len(self._slots))]
         await asyncio.gather(*calls)
 
-    def write(self, i: int) -> None:
-        fd = os.open(f"{self._folder}/{i}", os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    def _path(self, i: int) -> str:
+        return f"{self._folder}/{i}"
+
+    def _write(self, i: int) -> None:
+        self._fill(self._path(i), i)
+
+    def _fill(self, path: str, i: int) -> None:
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         os.pwritev(fd, [self._header, self._slots[i]], 0)
         os.close(fd)
 
-    def read(self, i: int) -> None:
-        fd = os.open(f"{self._folder}/{i}", os.O_RDONLY)
+    def _read(self, i: int) -> None:
+        fd = os.open(self._path(i), os.O_RDONLY)
         os.preadv(fd, [self._header, self._slots[i]], 0)
         os.close(fd)
 
-    def remove(self, i: int) -> None:
-        os.unlink(f"{self._folder}/{i}")
+    def _remove(self, i: int) -> None:
+        os.unlink(self._path(i))
 
     def close(self) -> None:
         self._pool.shutdown()
+
+
+class _SameWork(_Plain):
+    """The plain loop in the tier's folders, with its rename and its checksum."""
+
+    def __init__(self, folder: str, slots: Sequence[memoryview], keys: Sequence[bytes]) -> None:
+        super().__init__(folder, slots)
+        self._names = [f"{shard_of(key)}/{key.hex()}" for key in keys]
+        for shard in {shard_of(key) for key in keys}:
+            os.mkdir(f"{folder}/{shard}")
+
+    def _path(self, i: int) -> str:
+        return f"{self._folder}/{self._names[i]}"
+
+    def _write(self, i: int) -> None:
+        checksum(self._slots[i])
+        self._fill(temporary := f"{self._path(i)}.new", i)
+        os.rename(temporary, self._path(i))
+
+    def _read(self, i: int) -> None:
+        super()._read(i)
+        checksum(self._slots[i])
 
 
 # ---- lookups, and what each call asks of the mount -----------------------------------------------
