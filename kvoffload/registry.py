@@ -1,6 +1,7 @@
 """Plug-ins by entry point: built-in and third-party backends and policies are found alike."""
 
-from functools import cache
+from collections.abc import Callable
+from functools import cache, partial
 from importlib.metadata import EntryPoint, entry_points
 from inspect import isclass
 from typing import Any
@@ -11,7 +12,8 @@ from kvoffload.backends.key_files import ENCRYPTION, read_encryption, without
 from kvoffload.config import OffloadConfig, convert, did_you_mean
 from kvoffload.errors import HIDDEN, ConfigError
 from kvoffload.extras import check_extra
-from kvoffload.policies.base import refusal
+from kvoffload.policies.base import Policy, refusal
+from kvoffload.policies.guarded import GuardedPolicy
 
 BACKENDS = "kvoffload.backends"
 POLICIES = "kvoffload.policies"
@@ -57,6 +59,16 @@ def load(group: str, name: str, field: str = "type") -> Any:
     if group == POLICIES and (reason := _refusal(loaded)):
         raise ConfigError(field, name, f"{plugin} {reason}")
     return loaded
+
+
+def load_policy(name: str) -> Callable[[int], Policy]:
+    """Return what makes the policy of a store, given its capacity; a plug-in's has a guard.
+
+    Raises:
+        ConfigError: see :func:`load`.
+    """
+    make: Callable[[int], Policy] = load(POLICIES, name, "policy")
+    return make if make.__module__.startswith("kvoffload.") else partial(GuardedPolicy, make)
 
 
 def read_options(type: str, options: dict[str, Any], where: str = "") -> Any:

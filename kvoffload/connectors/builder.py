@@ -2,7 +2,6 @@
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
 
 from kvoffload import registry
 from kvoffload.config import OffloadConfig, human_bytes
@@ -23,7 +22,6 @@ from kvoffload.offload.geometry import HostGeometry
 from kvoffload.offload.host_cache import HostCache
 from kvoffload.offload.manager import Tier, TieredOffloadingManager
 from kvoffload.policies.base import Policy
-from kvoffload.policies.guarded import GuardedPolicy
 from kvoffload.policies.tenant_order import TenantOrder, TenantShares
 from kvoffload.transfer.base import Copier
 from kvoffload.transfer.engine import ROUTES, TransferEngine
@@ -68,9 +66,7 @@ def make_host_cache(
 
 
 def _policy_of(name: str, tenants: TenantShares | None) -> Callable[[int], Policy]:
-    new_policy: Callable[[int], Policy] = registry.load(registry.POLICIES, name, "policy")
-    if not new_policy.__module__.startswith("kvoffload."):
-        new_policy = partial(GuardedPolicy, new_policy)
+    new_policy = registry.load_policy(name)
     if tenants is None:
         return new_policy
     return lambda capacity: TenantOrder(new_policy(capacity), tenants)

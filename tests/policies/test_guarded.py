@@ -1,17 +1,25 @@
-"""A plug-in's policy that fails: the engine goes on, in the order of LRU."""
+"""A plug-in's policy that fails: engine, disk and server go on, in the order of LRU."""
 
 import logging
 
 import pytest
+from disk_parts import ON_DISK, SIZE, chunk_bytes, open_disk
 from kvoffload_policies.fifo import FIFOPolicy
 from manager_parts import keys, put
 
 from kvoffload import registry
+from kvoffload.config import ByteSize
 from kvoffload.connectors.builder import make_host_cache
+from kvoffload.io.service.host_store import HostStore
+from kvoffload.io.service.service import Service
+from kvoffload.io.service.settings import read_serve_config
 from kvoffload.offload.manager import TieredOffloadingManager
 from kvoffload.policies.arc import ARCPolicy
 from kvoffload.policies.guarded import GuardedPolicy
 from kvoffload.testing import PolicySuite
+from kvoffload.testing.backends import CHUNK_BYTES, filled, keys_of, slots
+
+VERBS = ["add", "touch", "remove", "victims"]
 
 
 class TestGuarded(PolicySuite):
@@ -36,17 +44,32 @@ def raises(*_):
 
 
 @pytest.fixture
-def engine(monkeypatch):
-    def new(policy, slots=6):
+def install(monkeypatch):
+    """Install a policy as "mine"."""
+
+    def install(policy):
         registry._refusal.cache_clear()
         point = type("Point", (), {"value": "mine", "dist": None, "load": lambda self: policy})
         monkeypatch.setattr(registry, "_named", lambda group: {"mine": [point()]})
+
+    return install
+
+
+@pytest.fixture
+def engine(install):
+    def new(policy, slots=6):
+        install(policy)
         return TieredOffloadingManager(make_host_cache("mine", slots, 1, ()))
 
     return new
 
 
-@pytest.mark.parametrize("verb", ["add", "touch", "remove", "victims"])
+def assert_said_once(caplog):
+    (record,) = (each for each in caplog.records if each.levelno >= logging.WARNING)
+    assert "Failing failed; LRU from now on" in record.getMessage()
+
+
+@pytest.mark.parametrize("verb", VERBS)
 def test_an_engine_goes_on_with_lru_where_a_call_of_a_policy_raises(engine, verb, caplog):
     manager = engine(failing(verb, raises))
     prompts = [keys(f"p{i}", 2) for i in range(20)]
@@ -58,8 +81,43 @@ def test_an_engine_goes_on_with_lru_where_a_call_of_a_policy_raises(engine, verb
         manager.check()
         assert manager.resident == min(6, 2 * number + 2)
     assert manager.lookup_prefix(prompts[-3]) == (2, False)  # the latest three are here
-    (record,) = (each for each in caplog.records if each.levelno == logging.ERROR)
-    assert "Failing failed; LRU from now on" in record.getMessage()
+    assert_said_once(caplog)
+
+
+async def use(backend, size):
+    """Store 20 chunks where 6 fit, remove and load each; the last ones are there."""
+    chunks = keys_of(20)
+    for key in chunks:
+        assert await backend.write([key], filled([key], size)) == [True]
+        await backend.remove([key])
+        assert await backend.write([key], filled([key], size)) == [True]
+        assert await backend.read([key, key], slots(2, size)) == [True, True]
+    await backend.remove(chunks[-1:])
+    assert await backend.contains(chunks[-6:]) == [True] * 5 + [False]
+
+
+@pytest.mark.parametrize("verb", VERBS)
+async def test_a_disk_goes_on_with_lru_where_a_call_of_a_policy_raises(
+    install, tmp_path, verb, caplog
+):
+    install(failing(verb, raises))
+    marks = {"high_watermark": 1.0, "low_watermark": 1.0}
+    backend = open_disk(tmp_path, policy="mine", capacity=ByteSize(6 * ON_DISK), **marks)
+    await use(backend, SIZE)
+    assert backend.counters()["evicted"] == 14
+    assert backend._store.root.quota.refresh() == chunk_bytes(tmp_path) == 5 * ON_DISK
+    await backend.close()
+    assert_said_once(caplog)
+
+
+@pytest.mark.parametrize("verb", VERBS)
+async def test_a_server_goes_on_with_lru_where_a_call_of_a_policy_raises(install, verb, caplog):
+    install(failing(verb, raises))
+    settings = read_serve_config({"socket": "/unused", "policy": "mine", "memory": 6 * CHUNK_BYTES})
+    store = HostStore(Service(settings).memory, "namespace")
+    await use(store, CHUNK_BYTES)
+    await store.close()
+    assert_said_once(caplog)
 
 
 @pytest.mark.parametrize(

@@ -45,17 +45,12 @@ _OWN = name_of(0, b"")
 
 
 class Index:
-    """Names → allocated bytes, and an eviction order over them. Thread-safe; never does I/O.
-
-    Policies are plug-ins and may raise. Methods that only reorder report the error and continue.
-    :meth:`add`, :meth:`found`, :meth:`measured`, :meth:`put_back` and :meth:`victims` raise it.
-    """
+    """Names → allocated bytes, and an eviction order over them. Thread-safe; never does I/O."""
 
     def __init__(
         self,
         make_policy: Callable[[int], Policy],
         capacity_bytes: int,
-        policy_failed: Callable[[Exception], None],
         tenants: TenantShares | None = None,
     ) -> None:
         """Make an empty index.
@@ -63,13 +58,11 @@ class Index:
         Args:
             make_policy: makes the order, for so many entries.
             capacity_bytes: of the store.
-            policy_failed: told what the policy raises.
             tenants: shares of the tenants that :meth:`own` tells; used by this index alone.
         """
         self._tenants = tenants
         self._make_policy = make_policy
         self._capacity_bytes = capacity_bytes
-        self._policy_failed = policy_failed
         self._lock = threading.Lock()
         self._sizes: OrderedDict[Name, int] = OrderedDict()
         """In order of recency whatever the policy, for the snapshot."""
@@ -152,23 +145,15 @@ class Index:
 
     def add(self, name: Name, allocated_bytes: int) -> None:
         """Add a published chunk as the most recent one, no longer hidden."""
-        with self._lock:
-            self._hidden.discard(name)
-            if self._dropped is not None:
-                self._dropped.discard(name)
-            self._put(name, allocated_bytes)
-            self._note(name)
+        self.add_all((name,), allocated_bytes)
 
     def add_all(self, names: Sequence[Name], allocated_bytes: int) -> None:
-        """Do as :meth:`add` with chunks of one size, none of them known.
-
-        If the policy raises, some are not added.
-        """
+        """Do as :meth:`add` with chunks of one size; if it raises, no new one is known."""
         with self._lock:
             self._hidden.difference_update(names)
             if self._dropped is not None:
                 self._dropped.difference_update(names)
-            self._put_all(dict.fromkeys(names, allocated_bytes), names)
+            self._put(dict.fromkeys(names, allocated_bytes))
             for name in names:
                 self._note(name)
 
@@ -183,7 +168,7 @@ class Index:
                 if self._dropped:
                     part = {name: part[name] for name in part if name not in self._dropped}
                 new = [name for name in part if name not in self._sizes]
-                self._put_all(part if again else {name: part[name] for name in new}, new)
+                self._put(part if again else {name: part[name] for name in new})
                 if self._changes.is_read:
                     for name in new:
                         self._note(name)
@@ -205,26 +190,18 @@ class Index:
     def touch(self, names: Iterable[Name]) -> None:
         """Note a use of these chunks, the last named becomes the most recent."""
         with self._lock:
-            try:
-                known = [name for name in names if name in self._sizes]
-                for name in known:
-                    self._sizes.move_to_end(name)
-                if (order := self._order) is not None:
-                    order.touch(known if self.is_whole else [n for n in known if n in order])
-            except Exception as error:
-                self._policy_failed(error)
+            known = [name for name in names if name in self._sizes]
+            for name in known:
+                self._sizes.move_to_end(name)
+            if (order := self._order) is not None:
+                order.touch(known if self.is_whole else [n for n in known if n in order])
 
     def reorder(self, names: Sequence[Name]) -> None:
         """Put chunks that were stored together into this order; counts as no use."""
         if len(names) < 2:
             return
         with self._lock:
-            try:
-                for name in names:
-                    if name in self._sizes:
-                        self._put(name, self._sizes[name])
-            except Exception as error:
-                self._policy_failed(error)
+            self._put({name: self._sizes[name] for name in names if name in self._sizes})
 
     def drop(self, name: Name) -> bool:
         """Remove a name whose file is gone; return whether it was known."""
@@ -234,11 +211,8 @@ class Index:
                 self._dropped.add(name)
             known = self._sizes.pop(name, None) is not None
             if known and self._order is not None:
-                try:
-                    if name in self._order:
-                        self._order.remove((name,))
-                except Exception as error:
-                    self._policy_failed(error)
+                if name in self._order:
+                    self._order.remove((name,))
                 self._spared.discard(name)
                 self._forget_tenant(name)
             if known:
@@ -286,22 +260,16 @@ class Index:
         order, spared, needed = self._order, self._spared, self._needed
         if order is None or not needed:
             return
-        try:
-            new = [name for name in names if name in needed and name not in spared]
-            new = [name for name in new if name in order.normal]
-            order.keep(new)
-            spared.update(new)
-        except Exception as error:
-            self._policy_failed(error)
+        new = [name for name in names if name in needed and name not in spared]
+        new = [name for name in new if name in order.normal]
+        order.keep(new)
+        spared.update(new)
 
     def _end_sparing(self, names: Iterable[Name]) -> None:
         mine = [name for name in names if name in self._spared]
         self._spared.difference_update(mine)
         if self._order is not None and mine:
-            try:
-                self._order.let_go(mine)
-            except Exception as error:
-                self._policy_failed(error)
+            self._order.let_go(mine)
 
     def expect(self, returns: Iterable[ToldReturn], share: float) -> None:
         """Order chunks by when they are needed again; see :meth:`Spares.expect`."""
@@ -317,10 +285,7 @@ class Index:
         if self._returns is None:
             self._returns = ReturnOrder(order.normal, self._entries, self._hint_share)
             order.normal = self._returns
-        try:
-            told.apply(self._returns)
-        except Exception as error:
-            self._policy_failed(error)
+        told.apply(self._returns)
 
     def put_back(self, name: Name) -> None:
         """Return a victim to the order: another process uses it."""
@@ -376,40 +341,19 @@ class Index:
             self._order.add((name,))
             self._spare((name,))
 
-    def _put_all(self, sizes: Mapping[Name, int], new: Sequence[Name]) -> None:
-        """Make names known and evictable, those of ``new`` for the first time."""
+    def _put(self, sizes: Mapping[Name, int]) -> None:
+        """Make names known and evictable, the last one the most recent."""
         if not sizes:
             return
-        try:
-            order = self._order_for(next(iter(sizes.values())))
-            if len(new) < len(sizes):
-                order.remove([name for name in sizes if name in order])
-            order.add([*sizes])
-            self._spare(sizes)
-        except Exception:  # one by one, for the sake of all but one
-            for name, allocated_bytes in sizes.items():
-                self._put(name, allocated_bytes)
-            return
-        for name in sizes.keys() & self._sizes.keys() if len(new) < len(sizes) else ():
-            del self._sizes[name]
+        order = self._order_for(next(iter(sizes.values())))
+        known = self._sizes.keys() & sizes.keys()
+        # Remove first: a second add would count as a use with some policies.
+        order.remove([name for name in sizes if name in known and name in order])
+        order.add([*sizes])
+        self._spare(sizes)
         self._sizes.update(sizes)
-
-    def _put(self, name: Name, allocated_bytes: int) -> None:
-        """Make a name known and evictable; unknown if that raises, as it could never be evicted."""
-        self._sizes[name] = allocated_bytes
-        self._sizes.move_to_end(name)
-        try:
-            order = self._order_for(allocated_bytes)
-            # Remove first: a second add would count as a use with some policies.
-            if name in order:
-                order.remove((name,))
-            order.add((name,))
-            self._spare((name,))
-        except BaseException:
-            self._sizes.pop(name, None)
-            self._forget_tenant(name)
-            self._note(name)
-            raise
+        for name in sizes if known else ():
+            self._sizes.move_to_end(name)
 
     def _order_for(self, allocated_bytes: int) -> KeptOrder:
         """Return the order; the first chunk, of so many bytes, makes it."""

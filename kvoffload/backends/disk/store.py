@@ -1,8 +1,8 @@
 """The chunks of one root on behalf of one process: stored, loaded, removed, evicted, counted.
 
 The backend's worker threads and its housekeeping thread call these methods. A method counts what it
-cannot do, and answers False; it raises no OSError. Other errors, as of a plug-in's policy, leave
-the accounting right.
+cannot do, and answers False; it raises no OSError. Other errors, as a lack of memory, leave the
+accounting right.
 """
 
 import contextlib
@@ -43,7 +43,7 @@ from kvoffload.backends.header import NOT_DAMAGED, is_key, namespace_digest
 from kvoffload.backends.log_rate import Throttle
 from kvoffload.errors import ConfigError
 from kvoffload.policies.tenant_order import TenantShares
-from kvoffload.registry import POLICIES, load
+from kvoffload.registry import load_policy
 
 log = logging.getLogger(__name__)
 
@@ -73,7 +73,7 @@ class DiskStore(Counts):
         self._removals: deque[Removal] = deque(maxlen=_MAX_REMOVALS)
         self._shards = Shards(vfs, self.count)
         self._durable = options.durability == "fsync"
-        make_policy = load(POLICIES, options.policy, "policy")
+        make_policy = load_policy(options.policy)
         try:
             self.root = RootHandle(vfs, self.path, self.namespaces[0], options, self.count)
         except OSError as error:
@@ -99,7 +99,7 @@ class DiskStore(Counts):
             log.info(text, self.path, self.why_no_slots)
         tenants = TenantShares(options.tenant_share) if options.tenant_share < 1 else None
         capacity_bytes = self.root.limits.capacity_bytes
-        self.index = Index(make_policy, capacity_bytes, self._policy_failed, tenants)
+        self.index = Index(make_policy, capacity_bytes, tenants)
         self.uses = UseTimes(self.root.limits.ttl_s, self.index.note)
         self.space = Space(
             self.root, self.index, self.count, self.used_ns, self.discard, self.take_over
@@ -170,10 +170,6 @@ class DiskStore(Counts):
         return self.root.writer.temporary(counted=False)
 
     # ---- figures ---------------------------------------------------------------------------
-
-    def _policy_failed(self, error: Exception) -> None:
-        self.count("policy_failed")
-        log.warning("disk %s: the eviction policy failed", self.path, exc_info=error)
 
     def take_removals(self) -> list[Removal]:
         """Return what left this process's namespace since the last call."""
@@ -374,8 +370,8 @@ class DiskStore(Counts):
     def _publish_run(self, names: Sequence[Name], drafts: Sequence[SlotDraft]) -> bool:
         """Let readers see complete chunks that are new; False: nothing is done.
 
-        If anything else raises, as a policy may, some of the chunks are stored, and the places of
-        the rest are given back.
+        If anything else raises, as without memory, some of the chunks may be stored, and the
+        places of the rest are given back.
         """
         allocated = drafts[0].at.segment.slot_bytes
         with self._publishing:
@@ -410,7 +406,7 @@ class DiskStore(Counts):
     def _publish(self, name: Name, draft: Draft, reserved: int, allocated: int) -> str | None:
         """Let readers see a complete chunk; return why that failed, or None.
 
-        If anything else raises, as a policy may, the chunk is a draft again.
+        If anything else raises, as without memory, the chunk is a draft again.
         """
         with self._publishing:
             try:
@@ -431,6 +427,7 @@ class DiskStore(Counts):
             except BaseException:
                 # Outside the order it could never be evicted: take it back.
                 draft.retract(name)
+                self.index.drop(name)
                 self.root.quota.release(replaced)
                 raise
         self.space.commit(reserved, allocated, replaced)

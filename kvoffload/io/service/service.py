@@ -91,7 +91,7 @@ class Service:
 
     def __init__(self, config: ServeConfig, memory_fd: int = -1) -> None:
         try:
-            policy = registry.load(registry.POLICIES, config.policy, "policy")
+            policy = registry.load_policy(config.policy)
             tenants = TenantShares(config.tenant_share) if config.tenant_share < 1 else None
             keeps = keeps_memory()
             self.memory = HostMemory(

@@ -11,7 +11,7 @@ A, B, C, D = (name_of(0, letter) for letter in (b"a", b"b", b"c", b"d"))
 
 @pytest.fixture
 def index():
-    return Index(LRUPolicy, 1000, lambda error: pytest.fail(f"the policy failed: {error}"))
+    return Index(LRUPolicy, 1000)
 
 
 def test_a_name_is_a_namespace_number_and_a_key():
@@ -130,7 +130,7 @@ def test_a_policy_is_made_for_as_many_chunks_as_fit(first, entries):
         asked.append(capacity)
         return LRUPolicy(capacity)
 
-    index = Index(make, 819200, lambda error: None)
+    index = Index(make, 819200)
     index.add(A, first)
     index.add(B, 1)
     assert asked == [entries]
@@ -149,7 +149,7 @@ def test_a_policy_that_refuses_a_name_leaves_it_unknown():
         def add(self, key):
             raise MemoryError
 
-    index = Index(Refusing, 1000, lambda error: None)
+    index = Index(Refusing, 1000)
     with pytest.raises(MemoryError):
         index.add(A, 10)
     assert (A in index, len(index), index.size(A)) == (False, 0, None)

@@ -152,33 +152,6 @@ async def test_a_load_in_which_something_raises_is_a_miss(tmp_path, monkeypatch,
     await backend.close()
 
 
-@pytest.mark.parametrize("method", ["touch", "remove"])
-async def test_a_policy_that_cannot_reorder_costs_no_answer(tmp_path, monkeypatch, method):
-    backend = open_disk(tmp_path, io="buffered")
-    keys = keys_of(3)
-    failing(monkeypatch, HandicapPolicy, method, times=1)
-    assert await write(backend, keys) == [True] * 3
-    assert await backend.read(keys, slots(3, SIZE)) == [True] * 3
-    await backend.remove(keys)
-    assert backend.counters()["policy_failed"] == 1
-    assert_exact(backend, tmp_path)
-    await backend.close()
-
-
-async def test_a_policy_that_cannot_let_go_of_a_chunk_is_counted_and_keeps_no_file(
-    tmp_path, monkeypatch
-):
-    backend = open_disk(tmp_path, io="buffered")
-    keys = keys_of(3)
-    assert await write(backend, keys) == [True] * 3
-    failing(monkeypatch, HandicapPolicy, "remove", times=1)
-    await backend.remove(keys)
-    assert backend.counters()["policy_failed"] == 1
-    assert not any(map(backend.holds, keys))
-    assert_exact(backend, tmp_path)
-    await backend.close()
-
-
 # ---- an open that fails --------------------------------------------------------------------------
 
 

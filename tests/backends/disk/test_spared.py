@@ -141,10 +141,7 @@ def test_no_order_of_calls_loses_a_name_or_evicts_what_is_needed(policy):
     rng = random.Random(3)
     names = [name_of(0, b"%d" % i) for i in range(20)]
 
-    def fail(error):
-        raise error
-
-    index, needed = Index(policy, 8192 * 16, fail), set()
+    index, needed = Index(policy, 8192 * 16), set()
     for _ in range(5000):
         some = rng.sample(names, rng.randrange(1, 5))
         match rng.randrange(10):

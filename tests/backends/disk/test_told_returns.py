@@ -72,7 +72,7 @@ async def test_a_chunk_that_is_stored_after_its_session_was_told_counts(full):
 
 def test_the_share_is_one_of_the_chunks_that_fit_whatever_the_first_was():
     """The policy's capacity is an estimate from the first file, which may be a small one."""
-    index = Index(LRUPolicy, 8192 * 1000, fail)
+    index = Index(LRUPolicy, 8192 * 1000)
     index.add(name_of(0, b"small"), 8192)
     sessions = [[name_of(0, b"%d %d" % (i, j)) for j in range(5)] for i in range(8)]
     for name in (name for names in sessions for name in names):
@@ -86,14 +86,10 @@ def test_the_share_is_one_of_the_chunks_that_fit_whatever_the_first_was():
     assert left == 20
 
 
-def fail(error):
-    raise error
-
-
 @pytest.mark.parametrize("policy", POLICIES)
 def test_told_nothing_of_its_chunks_a_disk_evicts_as_ever(policy):
     """Call for call; a disk that was never told has no order of returns at all."""
-    plain, other = (Index(policy, 8192 * 40, fail) for _ in range(2))
+    plain, other = (Index(policy, 8192 * 40) for _ in range(2))
     rng, evicted = random.Random(1), [[], []]
     for _ in range(3000):
         some = [name_of(0, b"%d" % i) for i in rng.sample(range(120), rng.randrange(1, 6))]
