@@ -85,14 +85,14 @@ class BlockingPool:
 
         Each thread takes the next item until none is left, and the last one reports. So a batch
         crosses to the threads and back once, not once an item. Answers of items not begun stay as
-        they are. After a cancellation no further item begins, and the call returns only when those
-        begun have ended. ``work`` must not raise.
+        they are. After a cancellation, or if a callback raises, no further item begins. The call
+        returns only when those begun have ended. ``work`` must not raise.
 
         ``on_stall`` is called on the loop when every thread is stuck. Its arguments are the number
         of items of this batch that are not begun, and True for the first call of this stall.
-        ``interrupt`` is called after a cancellation, for each thread inside an item of this batch,
-        with the thread's identifier; the thread begins nothing else meanwhile. At most ``at_once``
-        threads take part.
+        ``interrupt`` is called after a cancellation or an error, for each thread inside an item of
+        this batch, with the thread's identifier; the thread begins nothing else meanwhile. At most
+        ``at_once`` threads take part.
 
         ``is_quick``: an item takes some 10 µs and rarely waits. Threads that share such items wait
         for the GIL most of the time. So one thread serves all quick batches, one after the other.
@@ -121,9 +121,11 @@ class BlockingPool:
                 await asyncio.wait([batch.ended], timeout=self.stall_s)
                 if not batch.ended.done() and self.stalled():
                     self._gave_up(batch.give_up(), on_stall)
-        except asyncio.CancelledError:
-            batch.give_up(interrupt)
-            await undisturbed(batch.ended)
+        except BaseException:  # also of a callback
+            try:
+                batch.give_up(interrupt)
+            finally:
+                await undisturbed(batch.ended)
             raise
         finally:
             with self._choosing, contextlib.suppress(ValueError):
@@ -261,9 +263,9 @@ class _Batch:
     def give_up(self, interrupt: Callable[[int], None] = lambda thread: None) -> int:
         """Begin no more items, and interrupt those begun; return how many were left."""
         with self._lock:
+            left, self._next = len(self.answers) - self._next, len(self.answers)
             for thread in self._busy:
                 interrupt(thread)
-            left, self._next = len(self.answers) - self._next, len(self.answers)
             self._report_end()
         return left
 

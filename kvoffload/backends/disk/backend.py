@@ -225,7 +225,7 @@ class DiskBackend(ThreadPoolBackend):
             index.reorder(names[::-1])
             self._housekeeper.wake()
             if not reservation.is_used_up:
-                await self._patiently(run_once(reservation.close))
+                await self._patiently(self._release(reservation))
         if self._facts is None:
             # Opened without facts: the manifest tells the name alone.
             self._facts, self._repairs = {}, self._store.root.repairs
@@ -360,6 +360,12 @@ class DiskBackend(ThreadPoolBackend):
         return self._store.ready.wait(timeout_s)
 
     # ---- inside ----------------------------------------------------------------------------
+
+    async def _release(self, reservation: Reservation) -> None:
+        try:
+            await run_once(reservation.close)
+        except RuntimeError:  # the system has no more threads to give
+            self._housekeeper.release(reservation)
 
     async def _finish(self, work: Coroutine[Any, Any, T]) -> T:
         """Do work that close() waits for, and that a cancellation does not interrupt."""

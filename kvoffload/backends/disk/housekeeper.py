@@ -3,9 +3,11 @@
 import logging
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 
 from kvoffload.backends.disk.quarantine import QUARANTINE_S
+from kvoffload.backends.disk.reservation import Reservation
 from kvoffload.backends.disk.scanner import Scanner
 from kvoffload.backends.disk.store import DiskStore
 from kvoffload.config import human_bytes
@@ -34,6 +36,8 @@ class Housekeeper:
 
     def __init__(self, store: DiskStore) -> None:
         self._store = store
+        self._unused = deque[Reservation]()
+        """Room to release that no store used."""
         self._stop = threading.Event()
         self._wake = threading.Event()
         self._scanner = Scanner(store, self._stop.is_set)
@@ -60,6 +64,11 @@ class Housekeeper:
         """Evict if need be: a chunk was written."""
         self._wake.set()
 
+    def release(self, reservation: Reservation) -> None:
+        """Release room that no store used."""
+        self._unused.append(reservation)
+        self._wake.set()
+
     def stop(self) -> None:
         """Let the thread end soon, and with it the right to evict."""
         self._stop.set()
@@ -75,6 +84,7 @@ class Housekeeper:
         self._thread.join(timeout_s)
         if self._thread.is_alive():
             return False
+        self._release_unused()
         self._store.record_use()
         self._scanner.save_snapshot()
         return True
@@ -95,6 +105,7 @@ class Housekeeper:
             self._guarded(self._say_whose)
         next_tick = 0.0
         while not self._stop.is_set():
+            self._guarded(self._release_unused)
             self._guarded(self._evict)
             if (now := time.monotonic()) >= next_tick:
                 next_tick = now + _TICK_S
@@ -138,6 +149,10 @@ class Housekeeper:
                 short(self._store.namespace),
                 human_bytes(other_bytes),
             )
+
+    def _release_unused(self) -> None:
+        while self._unused:
+            self._unused.popleft().close()
 
     def _evict(self) -> None:
         root, space = self._store.root, self._store.space

@@ -145,6 +145,33 @@ async def test_closing_gives_up_waiting_items_and_waits_for_items_begun(make):
     await first
 
 
+async def test_a_callback_that_raises_begins_no_item_and_waits_for_those_begun(closing):
+    """An item begun may still write into the caller's memory."""
+
+    called = []
+
+    def broken(*given):
+        called.append(given)
+        raise KeyError("a bug")
+
+    async def waits(stall_s, callbacks, end):
+        pool, stuck = closing(BlockingPool("pool", 1, stall_s)), Stuck()
+        filling = asyncio.ensure_future(pool.fill([False] * 3, stuck, *callbacks))
+        assert await until(lambda: stuck.begun)
+        end(filling)
+        assert await until(lambda: called)
+        await asyncio.sleep(0.02)
+        was_done = filling.done()
+        stuck.go_on.set()
+        with pytest.raises(KeyError, match="a bug"):
+            await filling
+        assert (was_done, stuck.begun) == (False, [0])
+        called.clear()
+
+    await waits(60.0, (print, broken), lambda filling: filling.cancel())
+    await waits(0.05, (broken,), lambda filling: None)
+
+
 async def test_once_every_thread_is_stuck_the_pool_begins_no_item_and_reports_it(make, stalls):
     pool, stuck = make(2, stall_s=0.5), Stuck()
     assert not pool.stalled()

@@ -152,6 +152,22 @@ async def test_a_load_in_which_something_raises_is_a_miss(tmp_path, monkeypatch,
     await backend.close()
 
 
+async def test_room_that_no_store_used_is_free_again_though_no_thread_starts(tmp_path, monkeypatch):
+    def refuses(thread):
+        raise RuntimeError("can't start new thread")
+
+    backend = open_disk(tmp_path, write_threads=1)
+    for key in keys_of(2):
+        with monkeypatch.context() as patched:
+            patched.setattr(threading.Thread, "start", refuses)
+            assert await write(backend, [key] * 4) == [True] * 4
+        if key == keys_of(1)[0]:
+            assert await until(lambda: backend._store.space.in_flight_bytes == 0)
+            assert_exact(backend, tmp_path)
+    await backend.close()
+    assert backend._store.space.in_flight_bytes == 0
+
+
 # ---- an open that fails --------------------------------------------------------------------------
 
 
