@@ -174,8 +174,15 @@ class SentinelResolver:
         return parse_masters(ask(sentinel, access, each_s, user, b"SENTINEL", b"MASTERS"))
 
 
+def _whole(slots: Slots) -> Slots:
+    """Return a slot table that has a server for every slot; raises ValueError for another one."""
+    if missing := NUM_SLOTS - sum(stop + 1 - start for start, stop, _ in slots):
+        raise ValueError(f"{missing} of {NUM_SLOTS} slots have no server")
+    return slots
+
+
 def masters(access: Access) -> list[Address]:
-    """Return every server that holds a part of the data; OSError: no server names them."""
+    """Return every server that holds a part of the data; OSError: no server names them all."""
     target = access.target
     if target.kind == "sentinel":
         return [SentinelResolver(access)()]
@@ -184,7 +191,7 @@ def masters(access: Access) -> list[Address]:
     failure: OSError = OSError("no seeds")
     for seed in target.addresses:
         try:
-            slots = fetch_slots(seed, access)
+            slots = _whole(fetch_slots(seed, access))
             return list(dict.fromkeys(address for _, _, address in slots))
         except (OSError, ValueError) as error:
             failure = OSError(f"{seed}: {error}")

@@ -248,6 +248,8 @@ def _by_answer(causes: Sequence[BaseException], access: Access) -> tuple[str, st
          "it is reading its snapshot: wait; and a cache needs none (save '')"),
         ("cluster support disabled" in text, "topology",
          "this server is no part of a cluster: write redis://host:port"),
+        ("slots have no server" in text, "topology",
+         "redis-cli --cluster check lists them; each server needs its cluster-announce-hostname"),
         (any(each.command == "SENTINEL" for each in refused), "topology",
          "this server is no Sentinel: write redis://host:port, or give Sentinels"),
         ("DB index is out of range" in text, "database",

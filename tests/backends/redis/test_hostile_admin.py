@@ -9,7 +9,7 @@ import threading
 from pathlib import Path
 
 import pytest
-from redis_fakes import FakeRedis, bulk, polite
+from redis_fakes import FakeRedis, bulk, polite, table
 
 from kvoffload import open_backend
 from kvoffload.backends.admin import Check, Garbage
@@ -36,6 +36,24 @@ async def opened(server):
     try:
         yield backend
     finally:
+        await backend.close()
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+async def test_a_slot_table_without_some_slots_is_an_error_and_no_part_of_the_keys(command):
+    def answer(words):
+        is_asked = words[0] == b"CLUSTER"
+        return table((0, 8191, "127.0.0.1", server.port)) if is_asked else polite(words)
+
+    async with FakeRedis(answer) as server:
+        url = f"redis+cluster://{server.address}"
+        backend = open_backend("redis", {"url": url, **PATIENT}, "n")
+        server.commands.clear()
+        with pytest.raises(OSError, match="8192 of 16384 slots have no server"):
+            await COMMANDS[command](backend)
+        assert not {b"SCAN", b"UNLINK"}.intersection(words[0] for words in server.commands)
+        (finding,) = await backend.diagnose()
+        assert (finding.check, finding.verdict) == ("topology", "failed")
         await backend.close()
 
 
