@@ -7,8 +7,10 @@ than most file systems do, and no less.
 
 import os
 import random
+import shutil
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 from kvoffload.backends.disk.vfs import Buffers, Vfs
@@ -191,6 +193,15 @@ def rebuild(state: Crash, root: str) -> None:
     for path, content in state.files.items():
         with open(f"{root}/{path}", "wb") as file:
             file.write(content)
+
+
+def crashes(steps: list[Step], rng: random.Random, count: int, root: Path) -> Iterator[Crash]:
+    """Yield so many states that a crash could have left, each laid out as a folder for its turn."""
+    for _ in range(count):
+        state = crash(steps, rng)
+        rebuild(state, str(root))
+        yield state
+        shutil.rmtree(root)
 
 
 class _Names:

@@ -2,7 +2,6 @@
 
 import asyncio
 import random
-import shutil
 
 import pytest
 from disk_parts import in_form
@@ -10,7 +9,7 @@ from disk_parts import in_form
 from kvoffload.backends.disk.backend import DiskBackend, DiskOptions
 from kvoffload.testing import payload_of
 from kvoffload.testing.backends import filled, keys_of, slots
-from tests.support.powerloss import RecordingVfs, crash, rebuild
+from tests.support.powerloss import RecordingVfs, crashes
 
 SIZE = 8192
 KEYS = keys_of(24)
@@ -70,12 +69,8 @@ async def campaign(ram_path, durability, states, seed, *, is_tight=False, form="
     steps = await recorded(ram_path / "life", durability, form, **more)
     taken = [step for step in steps if ".writers" in step.other and ".writers" not in step.path]
     assert (is_tight and form == "files") == bool(taken)
-    rng = random.Random(seed)
-    complete = 0
-    for _ in range(states):
-        state = crash(steps, rng)
-        root = ram_path / "left"
-        rebuild(state, str(root))
+    complete, root = 0, ram_path / "left"
+    for state in crashes(steps, random.Random(seed), states, root):
         there = await reopened(root)
         removed = {note[9:] for note in state.notes if note.startswith("removing ")}
         in_order = [note[7:] for note in state.notes if note.startswith("stored ")]
@@ -85,7 +80,6 @@ async def campaign(ram_path, durability, states, seed, *, is_tight=False, form="
         if durability == "fsync":
             assert stored <= {key.hex() for key in there}
         complete += stored <= {key.hex() for key in there}
-        shutil.rmtree(root)
     return complete
 
 

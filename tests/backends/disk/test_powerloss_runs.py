@@ -2,7 +2,6 @@
 
 import asyncio
 import random
-import shutil
 import time
 
 import pytest
@@ -11,7 +10,7 @@ from kvoffload.backends.disk.backend import DiskBackend, DiskOptions
 from kvoffload.backends.disk.scanner import Scanner
 from kvoffload.testing import payload_of
 from kvoffload.testing.backends import filled, keys_of, slots
-from tests.support.powerloss import RecordingVfs, crash, rebuild
+from tests.support.powerloss import RecordingVfs, crashes
 
 SIZE, ON_DISK = 4096, 8192
 TIGHT = 64
@@ -115,19 +114,14 @@ async def campaign(ram_path, durability, states, seed):
     steps = await recorded(ram_path / "life", durability)
     entered = [len(s.data) for s in steps if s.what == "write" and s.path.endswith(".table")]
     assert any(length > 64 for length in entered), "no run"
-    rng = random.Random(seed)
-    complete = 0
-    for _ in range(states):
-        state = crash(steps, rng)
-        root = ram_path / "left"
-        rebuild(state, str(root))
+    complete, root = 0, ram_path / "left"
+    for state in crashes(steps, random.Random(seed), states, root):
         there = {key.hex() for key in await check_left(root)}
         noted = [note.split() for note in state.notes]
         stored = {key for what, key in noted if what == "stored"}
         stored -= {key for what, key in noted if what == "removing"}
         assert durability == "none" or stored <= there
         complete += stored <= there
-        shutil.rmtree(root)
     return complete
 
 
