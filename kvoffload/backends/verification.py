@@ -79,8 +79,8 @@ class Verification(Generic[T]):
             )
         if other_keys := self._unread[OTHER_KEY]:
             lines.append(
-                f"{counted(other_keys, 'chunk')} that loads with the given keys miss: only headers "
-                "were checked; give the engines' encryption with -o"
+                f"{counted(other_keys, 'chunk')} that loads with these settings miss: only "
+                "headers were checked; give the engines' encryption with -o"
             )
         lines += [f"{each['reason']}: {each['path']} ({each['why']})" for each in damaged]
         told = {

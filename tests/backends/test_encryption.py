@@ -15,6 +15,7 @@ from disk_commands import answered, kvoffload
 from stored_chunks import StoredFiles, StoredObjects, opened
 
 from kvoffload import open_backend
+from kvoffload.backends.admin import Check
 from kvoffload.backends.base import ReadResult
 from kvoffload.backends.encryption import CipherSeal, NamespaceKey
 from kvoffload.backends.header import (
@@ -26,6 +27,7 @@ from kvoffload.backends.header import (
     parse_header,
 )
 from kvoffload.backends.key_files import Encryption
+from kvoffload.backends.verification import Verification
 from kvoffload.config import parse_config
 from kvoffload.errors import ConfigError
 from kvoffload.registry import read_options
@@ -370,3 +372,10 @@ async def test_no_key_is_in_a_repr_a_log_or_what_config_shows(tmp_path, key_file
     texts = [out.stdout, shown.stdout, shown.stderr, caplog.text, repr(seal), repr(backend)]
     texts += [repr(parse_config(settings)), repr(NamespaceKey.derived(OLD.encode(), b"n"))]
     assert not [text for text in texts if re.search(f"{OLD[:12]}|{NEW[:12]}", text)]
+
+
+def test_a_report_speaks_of_no_keys_where_none_were_given():
+    run = Verification([b"a chunk"], Check(), len)
+    run.add_unread(OTHER_KEY)
+    *_, line = run.report().lines
+    assert line.startswith("1 chunk that loads with these settings miss")
