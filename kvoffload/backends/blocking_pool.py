@@ -90,8 +90,8 @@ class BlockingPool:
 
         ``on_stall`` is called on the loop when every thread is stuck. Its arguments are the number
         of items of this batch that are not begun, and True for the first call of this stall.
-        ``interrupt`` is called after a cancellation or an error, for each thread inside an item of
-        this batch, with the thread's identifier; the thread begins nothing else meanwhile. At most
+        After a cancellation or an error ``interrupt`` is called for each thread inside an item of
+        this batch, with the thread's identifier. The thread begins nothing else meanwhile. At most
         ``at_once`` threads take part.
 
         ``is_quick``: an item takes some 10 µs and rarely waits. Threads that share such items wait
