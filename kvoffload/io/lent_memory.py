@@ -15,6 +15,9 @@ ADVICE = ("MADV_HUGEPAGE", "MADV_DONTDUMP", "MADV_DONTFORK")
 _MADV_POPULATE_READ = 22
 """Python's mmap does not name it; Linux has it since 5.14."""
 _PORTION_BYTES = 4 << 20
+# Once: each CDLL makes a class, which only the garbage collector frees.
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
 
 
 class LentMemory:
@@ -91,14 +94,13 @@ def _mapped(fd: int) -> tuple[memoryview, int]:
     Raises:
         OSError: the system refuses.
     """
-    libc, size = ctypes.CDLL(None, use_errno=True), os.fstat(fd).st_size
-    libc.mmap.restype = ctypes.c_void_p
+    size = os.fstat(fd).st_size
     sizes = ctypes.c_size_t(size), mmap.PROT_READ, mmap.MAP_SHARED, fd, ctypes.c_long(0)
-    address = libc.mmap(None, *sizes)
+    address = _libc.mmap(None, *sizes)
     if address == ctypes.c_void_p(-1).value:
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
     mapping = (ctypes.c_char * size).from_address(address)
-    unmap = partial(libc.munmap, ctypes.c_void_p(address), ctypes.c_size_t(size))
+    unmap = partial(_libc.munmap, ctypes.c_void_p(address), ctypes.c_size_t(size))
     weakref.finalize(mapping, unmap).atexit = False  # a thread may copy until the process ends
     for name in ADVICE:
         _advise(address, size, getattr(mmap, name, -1))
@@ -107,8 +109,7 @@ def _mapped(fd: int) -> tuple[memoryview, int]:
 
 def _advise(address: int, length: int, advice: int) -> bool:
     """Advise the kernel, without the GIL; return whether it follows."""
-    advise = ctypes.CDLL(None).madvise
-    return not advise(ctypes.c_void_p(address), ctypes.c_size_t(length), advice)
+    return not _libc.madvise(ctypes.c_void_p(address), ctypes.c_size_t(length), advice)
 
 
 def portions(fd: int, end: int = 0) -> Iterator[tuple[int, int]]:

@@ -1,6 +1,7 @@
 """Chunks that engines copy out of the server's memory: right bytes, and no block is lost."""
 
 import contextlib
+import gc
 import mmap
 import os
 import resource
@@ -15,7 +16,7 @@ from cuda_stand_in import install
 
 from kvoffload.connectors import builder
 from kvoffload.io import greeting
-from kvoffload.io.lent_memory import portions
+from kvoffload.io.lent_memory import LentMemory, portions
 from kvoffload.io.protocol import (
     VERSION,
     Answered,
@@ -35,6 +36,7 @@ from kvoffload.testing.backends import filled, keys_of
 from kvoffload.transfer.cuda.stream_copier import StreamCopier
 from kvoffload.transfer.cuda.torch_device import CudaDevice
 from kvoffload.transfer.factory import make_copier
+from kvoffload.transfer.slab import create_shared_memory
 from tests.io.service.test_bad_input import KEYS, OPEN, SLOT, Talk
 from tests.support.host_server import CLIENT_POINTS, ClientProcess, HostServer
 from tests.support.small_engine import SLOT as CHUNK
@@ -338,6 +340,28 @@ def test_memory_is_passed_once_however_often_an_engine_asks(server):
     engine.sock.shutdown(socket.SHUT_RDWR)
     assert len(engine.passed()) == 1
     engine.close()
+
+
+def test_memory_that_an_engine_has_left_leaves_no_object_behind(until):
+    """An engine may lose its server many times between two looks of the garbage collector."""
+
+    def lose():
+        mine, theirs = socket.socketpair()
+        memory = LentMemory(create_shared_memory(BLOCK), mine)
+        memory.leave()
+        theirs.close()
+        until(lambda: "kvoffload-map" not in {thread.name for thread in threading.enumerate()})
+
+    lose()
+    gc.collect()
+    gc.disable()
+    try:
+        before = len(gc.get_objects())
+        for _ in range(20):
+            lose()
+        assert len(gc.get_objects()) < before + 20
+    finally:
+        gc.enable()
 
 
 def test_an_engine_of_another_version_gets_no_memory(server):
