@@ -34,6 +34,7 @@ from kvoffload.io.protocol import (
     Await,
     Borrow,
     Cancel,
+    Ending,
     Expect,
     Forget,
     Lent,
@@ -123,6 +124,8 @@ class IOClient:
         """The present server's; guarded by the link's lock."""
         self._why_down = ""
         """Why no server could be started: it is logged once."""
+        self._severity = logging.ERROR
+        """Of a line that there is no server: less if the last one said that it ends."""
         self._has_spoken = False
         """Whether any server has said anything."""
         self._settled = threading.Condition()
@@ -409,6 +412,8 @@ class IOClient:
                         self._settle(message)
             case Alive():
                 self.loop_delays.add(message.late_s)
+            case Ending():
+                self._severity = logging.WARNING
             case Logged():
                 logging.getLogger(message.name).log(message.level, "%s", message.text)
             case _:
@@ -508,8 +513,9 @@ class IOClient:
         if not self._is_started:
             return
         self.died += 1
-        text = "%s died with %d jobs; all is a miss until it is started again"
-        log.error(text, self.server, len(jobs))
+        what = "died" if self._severity == logging.ERROR else "was told to end, and ended"
+        text = "%s %s with %d jobs; all is a miss until it is started again"
+        log.log(self._severity, text, self.server, what, len(jobs))
         self._backoff.died()
 
     def _restart(self) -> None:
@@ -531,14 +537,15 @@ class IOClient:
         except Exception as error:  # no descriptors, no memory, no threads; no server of the host
             if str(error) != self._why_down:
                 self._why_down = str(error)
-                log.error("there is no I/O server, and all is a miss until there is: %s", error)
+                text = "there is no I/O server, and all is a miss until there is: %s"
+                log.log(self._severity, text, error)
             for tier in self.tiers.values():
                 tier.refused()
             self._backoff.failed()
 
     def _connect(self) -> None:
         self._peer, self._is_starting = self._start(), True
-        self._heard_s, self._why_down = time.monotonic(), ""
+        self._heard_s, self._why_down, self._severity = time.monotonic(), "", logging.ERROR
         self._backoff.started()
         with self._link.lock:  # a renewal either changes what is sent here, or comes after it
             self._link.attach(self._peer.sock)

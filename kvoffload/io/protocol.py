@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from kvoffload.policies.told_return import ToldReturn
 
-VERSION = 13
+VERSION = 14
 HAD = 2
 """In answers to a store: the chunk was there, and nothing was moved."""
 _LENGTH_BYTES = 4
@@ -286,6 +286,10 @@ class Alive(_Message):
     """By how much its event loop was late to send this."""
 
 
+class Ending(_Message):
+    """The server ends the session as it was told to: the last message of it."""
+
+
 class Logged(_Message):
     """A log record of the I/O process."""
 
@@ -308,6 +312,7 @@ ToClient = (
     | Removed
     | Figures
     | Alive
+    | Ending
     | Logged
 )
 

@@ -40,6 +40,7 @@ from kvoffload.io.protocol import (
     Await,
     Borrow,
     Cancel,
+    Ending,
     Expect,
     Forget,
     Forgotten,
@@ -407,8 +408,10 @@ class Session:
             self._writer.close()
 
     def end(self) -> None:
-        """End the session: the engine reads the end of the socket."""
+        """End the session: the engine reads so, unless it is clogged, and the end of the socket."""
         if self._writer is not None:
+            self.send(Ending())
+            self._flush()
             self._writer.transport.abort()
 
     async def settled(self) -> None:

@@ -94,6 +94,42 @@ def test_the_death_of_the_server_costs_misses(server, attach, until):
     engine.await_hits("p")
 
 
+def test_a_server_that_is_told_to_end_is_no_error_of_an_engine_and_one_that_dies_is(
+    server, attach, until, caplog
+):
+    """Neither is a server that stays away afterwards."""
+
+    def said():
+        lines = [record for record in caplog.records if record.name == "kvoffload.io.client"]
+        return {(line.levelname, line.message.split(";")[0].split(": [")[0]) for line in lines}
+
+    ended, away = f"the server at {server.path} %s with 0 jobs", "there is no I/O server, and all"
+    away += " is a miss until there is"
+    engine = attach(server.path)
+    assert server.stop() == 0
+    until(lambda: len(said()) == 2)
+    assert said() == {("WARNING", ended % "was told to end, and ended"), ("WARNING", away)}
+    server.start()
+    until(lambda: not engine.client._is_opening)
+    caplog.clear()
+    server.kill()
+    until(lambda: len(said()) == 2)
+    assert said() == {("ERROR", ended % "died"), ("ERROR", away)}
+
+
+def test_other_backends_are_no_error_of_an_engine(tmp_path, attach, until, caplog):
+    server = HostServer(tmp_path)
+    try:
+        engine = attach(server.path)
+        disk = {"type": "disk", "root": str(tmp_path / "kv"), "capacity": "64MiB", "min_free": 0}
+        server.configure(backends=[disk])
+        server.process.send_signal(signal.SIGHUP)
+        until(lambda: engine.died and not engine.client._is_opening)
+        assert {record.levelname for record in caplog.records} == {"WARNING"}
+    finally:
+        server.kill()
+
+
 def test_chunks_on_a_disk_survive_the_server(tmp_path, attach, until):
     disk = {"type": "disk", "root": str(tmp_path / "kv"), "capacity": "64MiB", "min_free": 0}
     server = HostServer(tmp_path, memory="64KiB", backends=[disk])
