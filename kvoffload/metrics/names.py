@@ -135,7 +135,7 @@ ENGINES_LEAVING = _server_metric("gauge", "engines_leaving", "", "engines",
 NAMESPACE_BYTES = _server_metric("gauge", "namespace_bytes", "namespace", "bytes",
     "Bytes of the server's memory that an attached namespace takes, where namespaces have shares.")
 ENGINE_LOAD_BYTES = _server_metric("counter", "engine_load_bytes", "engine", "bytes",
-    "Bytes that the server of the host has read for an engine, named by its process.")
+    "Bytes that the server of the host has read for an engine, named by its process or host.")
 ENGINE_LOAD_CHUNKS = _server_metric("counter", "engine_load_chunks", "engine", "chunks",
     "Chunks that it has read for an engine.")
 ENGINE_LOAD_SECONDS = _server_metric("histogram", "engine_load_seconds", "engine", "seconds",

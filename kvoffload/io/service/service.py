@@ -58,7 +58,8 @@ class EngineTraffic:
     """What one engine has loaded and stored.
 
     Args:
-        name: of the engine: its process, as far as the kernel tells, and a number if it has more.
+        name: of the engine: its process, or what it says if the kernel tells none, and a number if
+            that is taken.
     """
 
     def __init__(self, name: str) -> None:
@@ -188,10 +189,11 @@ class Service:
                 if greeting.version == VERSION:
                     async with self._may_attach:  # not to the stores that are being replaced
                         pass
+                    told = str(pid or greeting.name)  # 0: it is in a container of its own
                     try:
-                        await self._serve_engine(sock, greeting, pid)
+                        await self._serve_engine(sock, greeting, told)
                     except OSError as error:  # no memory is left to map
-                        log.error("engine %d cannot be served: %s", pid, error)
+                        log.error("engine %s cannot be served: %s", told, error)
                     return
                 log.error("engine %d speaks version %d, not %d", pid, greeting.version, VERSION)
                 text = f"the server speaks version {VERSION}, the engine {greeting.version}"
@@ -213,11 +215,11 @@ class Service:
             self._loop.remove_reader(sock)
         return pid, Greeting(sock)
 
-    async def _serve_engine(self, sock: socket.socket, greeting: Greeting, pid: int) -> None:
+    async def _serve_engine(self, sock: socket.socket, greeting: Greeting, told: str) -> None:
         slab = mmap.mmap(greeting.slab_fd, 0)
         slab.madvise(mmap.MADV_DONTDUMP)  # a core file must not contain clients' data
         with slab_memory(slab) as memory:
-            traffic = EngineTraffic(self._name_of(pid))
+            traffic = EngineTraffic(self._free_name(told))
             pass_memory = partial(self._pass_memory, greeting)
             session = Session(memory, self._stores.open, MOST_BYTES, traffic.add, pass_memory)
             await self._serve_session(sock, session, traffic)
@@ -262,9 +264,9 @@ class Service:
                 self._have_left.set()
             log.info("engine %s has left, %d remain", name, len(self.sessions))
 
-    def _name_of(self, pid: int) -> str:
+    def _free_name(self, told: str) -> str:
         taken = {traffic.name for traffic in self.sessions.values()}
-        names = (f"{pid}-{number}" if number else str(pid) for number in count())
+        names = (f"{told}-{number}" if number else told for number in count())
         return next(name for name in names if name not in taken)
 
     async def _measure(self) -> None:

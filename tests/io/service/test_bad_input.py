@@ -116,7 +116,8 @@ def with_fds(sock, data, fds):
     sock.sendmsg([data], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, held)])
 
 
-GREETING = struct.pack("<16sI", greeting.MAGIC, VERSION)
+HEAD = struct.pack("<16sI", greeting.MAGIC, VERSION)
+GREETING = HEAD + b"pod-1".ljust(80, b"\0")
 
 
 def test_what_is_no_greeting_is_refused(talk):
@@ -129,12 +130,37 @@ def test_what_is_no_greeting_is_refused(talk):
         lambda t: with_fds(t.sock, GREETING, [t._theirs, t.fd]),
         lambda t: with_fds(t.sock, GREETING, [os.memfd_create("unsealed"), t._theirs]),
         lambda t: with_fds(t.sock, GREETING, [os.open(__file__, os.O_RDONLY), t._theirs]),
+        lambda t: with_fds(t.sock, HEAD, [t.fd, t._theirs]),
+        lambda t: with_fds(t.sock, GREETING[:-1], [t.fd, t._theirs]),
     ]
     for send in ended_at_once:
         engine = talk()
         send(engine)
         os.close(engine._theirs)
         assert engine.is_ended()
+
+
+@pytest.mark.parametrize(
+    "name",
+    [b"", b"a b", b"a\nERROR all is lost", b'"} 1\nup{', b"caf\xc3\xa9", b"a\0b", b"a\n", b"\0a"],
+)
+def test_what_could_be_more_than_a_name_in_logs_and_metrics_is_refused(talk, one_server, name):
+    engine = talk()
+    with_fds(engine.sock, HEAD + name.ljust(80, b"\0"), [engine.fd, engine._theirs])
+    os.close(engine._theirs)
+    assert engine.is_ended()
+    assert "an engine is refused: what it calls itself is no name" in one_server.log
+    assert "all is lost" not in one_server.log
+
+
+@pytest.mark.parametrize(
+    ("host", "start"), [("vllm-0", "vllm-0-"), ('caf\xe9 \n"b', "caf____b-"), ("h" * 64, "h" * 64)]
+)
+def test_an_engine_has_a_name_that_servers_take(monkeypatch, host, start):
+    monkeypatch.setattr(socket, "gethostname", lambda: host)
+    assert greeting.own_name() == f"{start.rstrip('-')}-{os.getpid()}"
+    assert greeting._NAME.fullmatch(greeting.own_name().encode())
+    assert len(greeting.own_name()) <= greeting._NAME_BYTES
 
 
 def test_another_version_is_told_which_one_it_needs(talk):

@@ -10,7 +10,7 @@ import threading
 
 import pytest
 
-from kvoffload.io import client, server
+from kvoffload.io import client, greeting, server
 from kvoffload.io.attached import AttachedServer
 from kvoffload.io.client import IOClient
 from kvoffload.io.protocol import Answered, Borrow, Load, MessageReader, Passed, Store, frame
@@ -123,6 +123,29 @@ def test_an_engine_that_has_left_is_counted_while_a_call_uses_its_memory(
     may_read.set()
     until(lambda: engines() == (0, 0))
     assert attached.wait(20)
+    end()
+    thread.join(20)
+
+
+def test_engines_whose_process_the_kernel_does_not_tell_have_names_of_their_own(
+    tmp_path, monkeypatch, until
+):
+    host, thread, end = started_in_a_thread(str(tmp_path / "s"))
+    made = []
+
+    def attach(name):
+        monkeypatch.setattr(greeting, "own_name", lambda: name)
+        made.append(AttachedServer(str(tmp_path / "s"), create_shared_memory(SLOT)))
+        until(lambda: len(host.sessions) == len(made))
+
+    attach("pod-a-1")
+    monkeypatch.setattr(service, "check_user", lambda sock, user: 0)  # as of another container
+    for name in ("pod-a-1", "pod-b-1", "pod-b-1"):
+        attach(name)
+    names = [traffic.name for traffic in host.sessions.values()]
+    assert names == [str(os.getpid()), "pod-a-1", "pod-b-1", "pod-b-1-1"]
+    for attached in made:
+        attached.close()
     end()
     thread.join(20)
 
