@@ -8,7 +8,7 @@ BLOCK = 16 << 10
 
 def blocks_of(size: int) -> int:
     """Return how many blocks a chunk of so many bytes takes."""
-    return max(1, -(-size // BLOCK))
+    return -(-size // BLOCK) or 1
 
 
 Runs = tuple[tuple[int, int], ...]

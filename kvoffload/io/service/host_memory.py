@@ -269,15 +269,17 @@ class HostMemory:
         """
         starts, lent = [], list[Chunk]()
         with self._lock:
+            left = MOST_LENT * self.capacity_bytes - self.lent_bytes
             for name, size in zip(names, sizes, strict=True):
-                chunk = self._find(name)
-                starts.append(-1)
-                if chunk is None or not (chunk.is_verified and chunk.can_be_lent(size)):
-                    continue
-                if self.lent_bytes + chunk.room <= MOST_LENT * self.capacity_bytes:
-                    self._begin_loan(chunk)
-                    lent.append(chunk)
-                    starts[-1] = chunk.start
+                chunk, start = self._find(name), -1
+                if chunk is not None and chunk.is_verified and chunk.can_be_lent(size):
+                    room = chunk.room  # asked once: this is half of the time of a loan
+                    if room <= left:
+                        left -= room
+                        self._begin_loan(chunk, room)
+                        lent.append(chunk)
+                        start = chunk.start
+                starts.append(start)
         return starts, partial(self._end_loans, lent)
 
     def end_old_loans(self) -> None:
@@ -468,8 +470,8 @@ class HostMemory:
         if reader := self._readers.get(name[:_NUMBER]):
             reader.changed(name[_NUMBER:])
 
-    def _begin_loan(self, chunk: Chunk) -> None:
-        self.lent_bytes += chunk.room
+    def _begin_loan(self, chunk: Chunk, room: int) -> None:
+        self.lent_bytes += room
         chunk.num_readers += 1
         if self._table:
             self._table.mark(chunk.first, is_lent=True, is_gone=chunk.is_gone)
@@ -527,7 +529,7 @@ class HostMemory:
                 self._enter(name, chunk)
                 by_use.append((record.used, name))
             if chunk.is_gone or record.is_lent:
-                self._begin_loan(chunk)
+                self._begin_loan(chunk, chunk.room)
                 self._old_loans.append(chunk)
         self._free = taken.rest()
         if by_use:
