@@ -177,6 +177,8 @@ class FailingVfs(HookedVfs):
         """Fail this call if it is its turn."""
         if call == "lstat" and not os.path.lexists(path):
             return perform()  # fails by itself
+        if self.error is None and call in ("preadv", "read_cached", "pwritev"):
+            return perform()  # counted by _shortened
         if self._strikes(call, path) and self.error is not None:
             raise OSError(self.error, os.strerror(self.error), path)
         return perform()
