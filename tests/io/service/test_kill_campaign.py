@@ -10,12 +10,10 @@ from tests.support.host_server import HostServer
 
 MEMORY = "1MiB"
 """It has no room for all that engines store."""
-KILLS = pytest.mark.parametrize(
-    "kills", [10, pytest.param(1000, marks=[pytest.mark.chaos, pytest.mark.timeout(7200)])]
-)
+MANY = pytest.param(1000, marks=[pytest.mark.chaos, pytest.mark.timeout(7200)])
 
 
-@KILLS
+@pytest.mark.parametrize("kills", [10, MANY])
 @pytest.mark.parametrize("rank", [False, True], ids=["engines", "ranks"])
 def test_engines_killed_at_named_points_leave_right_bytes_and_nothing_else(
     tmp_path, until, kills, rank
@@ -28,7 +26,7 @@ def test_engines_killed_at_named_points_leave_right_bytes_and_nothing_else(
         server.kill()
 
 
-@KILLS
+@pytest.mark.parametrize("kills", [len(kill_campaign.SERVER_POINTS), MANY])  # each point once
 def test_servers_killed_at_named_points_cost_engines_misses_and_nothing_else(
     tmp_path, until, kills
 ):
@@ -36,6 +34,8 @@ def test_servers_killed_at_named_points_cost_engines_misses_and_nothing_else(
     server = kill_campaign.Server(tmp_path, memory=MEMORY, policy="lru", backends=[disk])
     try:
         print(kill_campaign.kill_servers(server, kills, until))
-        assert "Traceback" not in server.log.read_text()
+        log = server.log.read_text()
+        assert log.count("chunks of the server before are adopted") == kills
+        assert "Traceback" not in log
     finally:
         server.close()
