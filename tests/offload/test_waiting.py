@@ -441,7 +441,7 @@ def test_a_kept_chunk_takes_one_entry_of_a_table_and_the_policy_s_note(policy, a
     The claim takes 31 to 63 bytes, and so does the note of ``arc`` and ``handicap`` on a chunk that
     leaves their order. They give that chunk's entry back late.
     """
-    sizes = [round(6000 * 2 ** (i / 9)) for i in range(9)]
+    sizes = [round(3000 * 2 ** (i / 9)) for i in range(9)]
     found = [bytes_a_kept_chunk(policy, slots) for slots in sizes]
     print(f"{policy}: {[round(sum(taken) / len(taken)) for taken in found]} bytes")
     assert sum(sum(taken) / len(taken) for taken in found) / len(sizes) <= average
