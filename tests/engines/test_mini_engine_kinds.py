@@ -117,6 +117,7 @@ def test_tokens_are_those_without_offloading(tiny, tmp_path, kinds, seed):
     expected, _, _ = serve(base, requests)
     offload = {
         "cpu_bytes": "1MiB",
+        "io": ["process", "thread"][seed],
         "blocks_per_chunk": [1, 2][seed],
         "load_timeout_s": 5.0,
         "backends": [{"type": "disk", "root": str(tmp_path), "capacity": "64MiB", "min_free": 0}],
@@ -181,6 +182,7 @@ def test_a_layer_of_each_kind_sees_what_it_should(tiny, kinds):
 def test_the_same_weights_under_another_config_share_no_chunks(tiny, tmp_path, kind, change):
     offload = {
         "cpu_bytes": "256KiB",
+        "io": "thread",
         "blocks_per_chunk": 1,
         "backends": [{"type": "disk", "root": str(tmp_path), "capacity": "64MiB", "min_free": 0}],
     }
@@ -202,6 +204,7 @@ def test_a_prompt_on_disk_that_host_memory_cannot_take_whole_is_served(tiny, tmp
     disk = {"type": "disk", "root": str(tmp_path), "capacity": "64MiB", "min_free": 0}
     offload = {
         "cpu_bytes": "4MiB",
+        "io": "thread",
         "blocks_per_chunk": 1,
         "load_timeout_s": 5.0,
         "backends": [disk],
