@@ -49,7 +49,8 @@ class QueuedRequest:
     has_waited: bool = False
     """Whether it waits for a step, at least."""
     is_pending: bool = False
-    """Whether the engine asks again what it can load: its turn may come with the answer."""
+    """Whether the engine has asked what it can load since the last step, and asks again: its turn
+    may come with the answer."""
     lacks: OffloadKey | None = None
     """The chunk that it needs next, if neither host memory nor a tier has it."""
     read_early: frozenset[OffloadKey] = frozenset()

@@ -93,7 +93,10 @@ class EarlyReads:
     def read_more(self, request: QueuedRequest) -> bool:
         """Begin to read what a request needs next; return whether to call this again for it."""
         if request.is_pending:
-            return True  # a load of its own is faster than many reads
+            # A load of its own is faster than many reads. The engine asks again in each step, or
+            # it has become full meanwhile.
+            request.is_pending = False
+            return True
         if not request.has_waited:
             request.has_waited = True  # or each request would, in an engine without a queue
             return True

@@ -201,7 +201,6 @@ class WaitingQueue:
 
     def has_read(self, request: QueuedRequest, keys: Collection[OffloadKey]) -> None:
         """Note chunks that were read for a request, which may have left meanwhile."""
-        request.is_pending = False  # its answer may have waited for them: the engine asks, or not
         if self._is_here(request):
             request.read_early = request.read_early.union(keys)
         else:

@@ -275,9 +275,21 @@ def test_a_request_whose_load_waits_for_an_answer_reads_nothing_early():
     manager = waiting_manager(Store(a))
     queue(manager, "r", a)
     step(manager)
-    manager.request_answered(context, is_pending=True)
-    assert [step(manager) for _ in range(3)] == [[]] * 3
+    for _ in range(3):  # the engine asks in each step
+        manager.request_answered(context, is_pending=True)
+        assert step(manager) == []
     manager.request_answered(context, is_pending=False)
+    assert [key for job in step(manager) for key in job.keys] == a
+
+
+def test_a_request_is_read_early_once_the_engine_asks_no_more():
+    """An engine that is full asks none, also not for an answer that it has to wait for."""
+    a, context = keys("a", 6), ReqContext("r")
+    manager = waiting_manager(Store(a))
+    queue(manager, "r", a)
+    step(manager)
+    manager.request_answered(context, is_pending=True)
+    assert step(manager) == []
     assert [key for job in step(manager) for key in job.keys] == a
 
 

@@ -111,6 +111,7 @@ class KVOffloadConnector(OffloadingConnector):  # type: ignore[misc]  # untyped 
             answer = half.get_num_new_matched_tokens(request, num_computed_tokens, most)
             self._known.note(request.request_id, asked, answer, now_s)
             self._has_stats = True
+        half.adapter.request_answered(request.request_id, answer[0] is None)
         return answer
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:

@@ -198,7 +198,6 @@ class KVOffloadScheduler(OffloadingConnectorScheduler):  # type: ignore[misc]  #
                 found = 0
         if found is not None:
             self._note_first_look(status, hints.explain, found)
-        self.adapter.request_answered(request.request_id, found is None)
         return found, bool(found) and is_async
 
     def _find(self, request: Any, start: int, most: int | None) -> tuple[int | None, bool]:

@@ -41,9 +41,6 @@ class _Mocked:
     def request_queued(self, list_keys, context, was_preempted=False):
         pass
 
-    def request_answered(self, req_id, is_pending):
-        pass
-
     def request_admitted(self, req_id):
         pass
 

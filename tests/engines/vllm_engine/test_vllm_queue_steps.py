@@ -13,7 +13,10 @@ from vllm.v1.request import RequestStatus
 
 from benchmarks.vllm_parts.engine import ours
 from benchmarks.vllm_parts.halves import BLOCK, Halves
+from kvoffload import registry
+from kvoffload.backends.disk.backend import DiskBackend
 from kvoffload.offload import waiting
+from tests.engines.vllm_engine.faulty_tier import OnlyVerbs
 
 CHUNKS, SLOT = 16, 32 << 10
 LENGTH = CHUNKS * BLOCK + 1
@@ -100,6 +103,39 @@ def test_ten_queued_prompts_come_early_from_disk(alone):
     assert cached == [LENGTH - 1] * 10
     assert results(rig)["read_early"] > 0
     assert results(rig)["read_in_vain"] == 0
+    at_rest(rig)
+
+
+@pytest.fixture
+def asked_tier(monkeypatch, tmp_path):
+    """Return the settings of a disk tier that says of no chunk at once whether it has it."""
+
+    class Factory:
+        Options = DiskBackend.Options
+
+        def __new__(cls, options, namespace):
+            return OnlyVerbs(DiskBackend(options, namespace))
+
+    load = registry.load
+    monkeypatch.setattr(
+        registry,
+        "load",
+        lambda group, name, *field: Factory if name == "asked" else load(group, name, *field),
+    )
+    tier = {"type": "asked", "root": str(tmp_path / "kv"), "min_free": 0}
+    return {"backends": [tier], "io": "thread"}
+
+
+def test_an_engine_that_becomes_full_before_a_tier_answers_reads_early(alone, asked_tier):
+    """It asks of all requests at once, no answer is there yet, and then one runs."""
+    filling = alone(7 * CHUNKS, **asked_tier)
+    run(filling, [filling.add(prompt(1), 2)])
+    filling.quiet()
+    rig = alone(7 * CHUNKS, **asked_tier)
+    running, waiting = rig.add(prompt(0), 40), rig.add(prompt(1), 2)
+    run(rig, [running])
+    assert results(rig)["read_early"] == CHUNKS
+    run(rig, [waiting])
     at_rest(rig)
 
 
