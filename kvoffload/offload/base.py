@@ -321,7 +321,8 @@ class Manager(Protocol):
         Args:
             req_context: of the request.
             is_pending: whether the engine has to ask again. The load of the request may then begin
-                with the next answer, and is faster than early reads.
+                with the next answer, and is faster than early reads. This counts for one step: an
+                engine that has become full asks none.
         """
 
     @abstractmethod

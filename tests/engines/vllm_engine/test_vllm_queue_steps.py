@@ -131,10 +131,10 @@ def test_an_engine_that_becomes_full_before_a_tier_answers_reads_early(alone, as
     filling = alone(7 * CHUNKS, **asked_tier)
     run(filling, [filling.add(prompt(1), 2)])
     filling.quiet()
-    rig = alone(7 * CHUNKS, **asked_tier)
-    running, waiting = rig.add(prompt(0), 40), rig.add(prompt(1), 2)
+    rig = alone(7 * CHUNKS, num_blocks=2 * CHUNKS, **asked_tier)
+    running, waiting = rig.add(prompt(0), 8 * BLOCK), rig.add(prompt(1), 2)
     run(rig, [running])
-    assert results(rig)["read_early"] == CHUNKS
+    assert results(rig)["read_early"] > 0
     run(rig, [waiting])
     at_rest(rig)
 
