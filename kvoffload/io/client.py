@@ -460,12 +460,13 @@ class IOClient:
             if message.remains:
                 log.error("chunks that were to be removed remain: %s", message.remains)
         else:
-            self._refusal = ConfigError(message.field, message.value, message.remedy)
-            if self._is_started:
-                log.error("a tier cannot be opened again yet: %s", self._refusal)
             for tier in self.tiers.values():
                 if not tier.is_open:
                     tier.refused()
+            # Last: a renewal that waits ends once it reads this.
+            self._refusal = ConfigError(message.field, message.value, message.remedy)
+            if self._is_started:
+                log.error("a tier cannot be opened again yet: %s", self._refusal)
         self._tell_waiting()
 
     def _ask(self) -> None:
