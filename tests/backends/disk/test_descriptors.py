@@ -49,23 +49,27 @@ async def test_five_hundred_namespaces_and_few_descriptors(tmp_path):
         shutil.copytree(folder, tmp_path / f"{i:064x}")
     room = {"capacity": ByteSize((2 * NAMESPACES + 20) * ON_DISK), "high_watermark": 1.0}
     backend = open_disk(tmp_path, "old", form="segments", low_watermark=1.0, **room)
-    store, new = backend._store, keys_of(120, "new")
-    assert len(store.index) == 2 * NAMESPACES
-    for i in range(1, NAMESPACES + 1):
-        assert store.used_ns(name_of(i % NAMESPACES, keys[0]))
+    try:
+        store, new = backend._store, keys_of(120, "new")
+        assert len(store.index) == 2 * NAMESPACES
+        for i in range(1, NAMESPACES + 1):
+            assert store.used_ns(name_of(i % NAMESPACES, keys[0]))
+            assert in_segments() <= MOST
+        for key in new:  # most of them evict chunks of other namespaces
+            assert await write(backend, [key]) == [True]
+            assert in_segments() <= MOST
+        into = slots(120, SIZE)
+        assert await backend.read(new, into) == [True] * 120
+        assert all(
+            bytes(slot) == payload_of(key, SIZE) for key, slot in zip(new, into, strict=True)
+        )
+        assert backend.counters()["evicted"] >= 100
+        assert set(backend.counters()) <= {"evicted", "overwritten"}
+        assert backend._housekeeper._scanner.scan(full=True)
+        assert backend.usage().resident_bytes == chunk_bytes(tmp_path) == room["capacity"]
         assert in_segments() <= MOST
-    for key in new:  # most of them evict chunks of other namespaces
-        assert await write(backend, [key]) == [True]
-        assert in_segments() <= MOST
-    into = slots(120, SIZE)
-    assert await backend.read(new, into) == [True] * 120
-    assert all(bytes(slot) == payload_of(key, SIZE) for key, slot in zip(new, into, strict=True))
-    assert backend.counters()["evicted"] >= 100
-    assert set(backend.counters()) <= {"evicted", "overwritten"}
-    assert backend._housekeeper._scanner.scan(full=True)
-    assert backend.usage().resident_bytes == chunk_bytes(tmp_path) == room["capacity"]
-    assert in_segments() <= MOST
-    await backend.close()
+    finally:  # or its descriptors would fail the tests after it
+        await backend.close()
     assert await until(lambda: in_segments() == 0)
 
 
