@@ -120,6 +120,25 @@ async def test_a_server_goes_on_with_lru_where_a_call_of_a_policy_raises(install
     assert_said_once(caplog)
 
 
+async def test_a_loan_costs_no_block_where_its_use_cannot_be_counted(install, caplog):
+    install(failing("touch", raises))
+    settings = read_serve_config({"socket": "/unused", "policy": "mine", "memory": 6 * CHUNK_BYTES})
+    memory, chunks, sizes = Service(settings).memory, keys_of(7), [CHUNK_BYTES]
+    store = HostStore(memory, "namespace")
+    for key in chunks[:6]:
+        assert await store.write([key], filled([key])) == [True]
+        await store.verify([key], sizes)
+    for key in chunks[5::-1]:  # the sixth use fails, and is one for LRU
+        starts, end = store.lend([key], sizes)
+        assert starts[0] >= 0
+        end()
+        assert memory.lent_bytes == 0
+    assert await store.write(chunks[6:], filled(chunks[6:])) == [True]
+    assert list(map(store.holds, chunks)) == [True] * 5 + [False, True]
+    await store.close()
+    assert_said_once(caplog)
+
+
 @pytest.mark.parametrize(
     "named",
     [

@@ -294,11 +294,7 @@ class HostMemory:
             self._end_reading(ended)
 
     def write(self, name: Name, header: bytes, chunk: memoryview) -> Written:
-        """Keep a chunk, unless it is here; False: there is no room for it.
-
-        Raises:
-            Exception: a policy of a plug-in failed.
-        """
+        """Keep a chunk, unless it is here; False: there is no room for it."""
         with self._lock:
             if (known := self._find(name)) is not None:
                 if known.size == chunk.nbytes:

@@ -1,7 +1,6 @@
 """One namespace of the server's memory, as a backend."""
 
 import asyncio
-import logging
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
@@ -17,11 +16,9 @@ from kvoffload.backends.base import (
 from kvoffload.backends.changes import ChangedKeys
 from kvoffload.backends.frames import Frames
 from kvoffload.backends.header import check_chunk, namespace_digest
-from kvoffload.backends.log_rate import Throttle
 from kvoffload.backends.threaded import ThreadPoolBackend
 from kvoffload.io.service.host_memory import HostMemory
 
-_failures = Throttle(logging.getLogger(__name__))
 _MAX_REMOVALS = 1 << 16
 """Removals kept for a listener that may never ask; older ones are lost to it."""
 REMOVED_AT_ONCE = 1024
@@ -155,12 +152,8 @@ class HostStore(ThreadPoolBackend, LocalIndex, Spares):
 
         def end_and_count() -> None:
             end()
-            used = lent[::-1]
+            self._memory.used(lent[::-1])
             lent.clear()
-            try:
-                self._memory.used(used)
-            except Exception as error:  # a plug-in's policy
-                _failures.warning("a use of %d chunks cannot be counted: %r", len(used), error)
 
         # An eviction passes chunks on loan, so it is soon enough; now the engine would wait for it.
         return starts, end_and_count

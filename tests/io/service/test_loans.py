@@ -157,22 +157,6 @@ async def test_a_memory_of_which_nothing_can_leave_refuses_chunks_and_lends_no_m
     end()
 
 
-async def test_a_policy_that_fails_in_a_loan_costs_no_block(caplog):
-    class Failing(LRUPolicy):
-        def touch(self, keys):
-            raise RuntimeError("touch")
-
-    memory = HostMemory(8 * BLOCK, Failing, lends=True)
-    store, keys = HostStore(memory, "n"), keys_of(2)
-    await store.write(keys, filled(keys, BLOCK))
-    starts, end = await lent(store, keys)
-    assert min(starts) >= 0
-    end()
-    assert memory.lent_bytes == 0
-    assert "a use of 2 chunks cannot be counted: RuntimeError('touch')" in caplog.text
-    await store.close()
-
-
 async def test_a_loan_is_one_use_of_its_chunks_counted_at_its_end():
     """So the engine has its chunks before, and ends that are told twice count once."""
     used = []
