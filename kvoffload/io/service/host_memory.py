@@ -39,10 +39,6 @@ _NUMBER = 4
 class Reader(Protocol):
     """What learns of the chunks of one namespace; called on any thread, under a lock."""
 
-    def listed(self, parts: Iterable[Collection[bytes]]) -> None:
-        """Take in tables of the keys that are here; each change from now on is told."""
-        ...
-
     def changed(self, key: bytes) -> None:
         """Take in that a chunk appeared or left."""
         ...
@@ -146,10 +142,9 @@ class HostMemory:
             if self._shares is not None:
                 self._shares.attached.add(number)
 
-    def list_to(self, number: bytes, reader: Reader) -> None:
-        """List the keys of a namespace to its reader."""
-        with self._lock:
-            reader.listed(self._parts(number).values())
+    def tables(self, number: bytes) -> Collection[Collection[bytes]]:
+        """Return the keys of a namespace in tables, which change as it does."""
+        return self._parts(number).values()
 
     def end_reading(self, number: bytes, reader: Reader) -> None:
         """Tell this reader nothing more."""

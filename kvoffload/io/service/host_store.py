@@ -2,7 +2,7 @@
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from kvoffload.backends.base import (
     LocalIndex,
@@ -111,7 +111,7 @@ class HostStore(ThreadPoolBackend, LocalIndex, Spares):
 
     async def closing(self) -> None:
         if self._changes.is_read:  # none of them can be read any more
-            self._memory.list_to(self._number, self)
+            self._changes.begin_parts(self.tables())
         self._memory.end_reading(self._number, self)
 
     async def purge(self, namespaces: Sequence[str]) -> int:
@@ -160,9 +160,6 @@ class HostStore(ThreadPoolBackend, LocalIndex, Spares):
 
     # ---- the memory's reader, and the reader of this index ----
 
-    def listed(self, parts: Iterable[Collection[bytes]]) -> None:
-        self._changes.begin_parts(parts)
-
     def changed(self, key: bytes) -> None:
         self._changes.note(key)
 
@@ -181,9 +178,18 @@ class HostStore(ThreadPoolBackend, LocalIndex, Spares):
         for key in keys:
             self.delete(key)
 
+    def tables(self) -> Collection[Collection[bytes]]:
+        """Return the keys that are here, in tables that change; the index lists them no more.
+
+        So each of many readers takes the list from here, and no copy of it is kept.
+        """
+        if not self._changes.is_read:
+            self._changes.begin_parts(())  # first: from now on each change is noted
+        return self._memory.tables(self._number)
+
     def take_changes(self, limit: int) -> list[tuple[bytes, bool]]:
         if not self._changes.is_read:  # above a store without an index, they are not asked for
-            self._memory.list_to(self._number, self)
+            self._changes.begin_parts(self.tables())
         keys = self._changes.take(limit)
         self._is_complete = self._is_complete or not self._changes
         return list(zip(keys, self.held(keys), strict=True))

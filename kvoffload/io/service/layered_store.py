@@ -215,11 +215,11 @@ class IndexedLayers(Layers, LocalIndex):
 
     def held(self, keys: Sequence[bytes]) -> list[bool]:
         """Return for each key whether a layer holds it."""
-        answers = [False] * len(keys)
-        for held in self._held:
+        nearest, *farther = self._held
+        answers = list(nearest(keys))
+        for held in farther:
             left = [i for i, there in enumerate(answers) if not there]
-            some = keys if len(left) == len(keys) else [keys[i] for i in left]
-            for i, there in zip(left, held(some), strict=True):
+            for i, there in zip(left, held([keys[i] for i in left]), strict=True):
                 answers[i] = there
         return answers
 

@@ -218,8 +218,8 @@ class SharedStore:
         self.store = store
         self.memory = memory
         self.views: list[StoreView] = []
-        self.present = new_parts(set[bytes])
-        """What the index has told so far."""
+        self._present = new_parts(set[bytes])
+        """What the index has told so far, but for what is in memory, which has tables of it."""
         self._unused = unused
         self._facts: Mapping[str, str] = {}
         """Those behind the namespace."""
@@ -240,18 +240,23 @@ class SharedStore:
         if not self.views:
             self._unused()
 
+    def parts(self) -> list[Collection[bytes]]:
+        """Return what the index has told so far, in parts that change as it does."""
+        # What is told from now on is a change: a part that is empty yet would list it once more.
+        return list(filter(None, [*self.memory.tables(), *self._present.values()]))
+
     def pump(self) -> None:
         """Tell all views what has changed in the index."""
         if isinstance(self.store, IndexedLayers):
             changes = self.store.take_changes(KEYS_PER_MESSAGE)
-            present = self.present
-            for key, is_present in changes:
-                if is_present:
+            keys, present = [key for key, _ in changes], self._present
+            for (key, is_there), is_near in zip(changes, self.memory.held(keys), strict=True):
+                if is_there and not is_near:
                     present[key[:1]].add(key)
                 else:
                     present[key[:1]].discard(key)
             for view in self.views:
-                view.changed([key for key, _ in changes])
+                view.changed(keys)
 
     def tell_removals(self) -> None:
         """Tell all views which chunks have left."""
@@ -399,8 +404,7 @@ class IndexedView(StoreView, LocalIndex):
         super().__init__(shared)
         self._index = index
         self._changes = ChangedKeys()
-        # What is told from now on is a change: a part that is empty yet would list it once more.
-        self._changes.begin_parts(filter(None, shared.present.values()))
+        self._changes.begin_parts(shared.parts())
         self._forgotten: set[bytes] = set()
 
     def holds(self, key: bytes) -> bool:
@@ -425,7 +429,7 @@ class IndexedView(StoreView, LocalIndex):
         self._changes.note_all(keys)
 
     def emptied(self) -> None:
-        self._changes.begin_parts(self._shared.present.values())
+        self._changes.begin_parts(self._shared.parts())
 
     def take_changes(self, limit: int) -> list[tuple[bytes, bool]]:
         if not self._is_closed:

@@ -88,6 +88,7 @@ async def test_an_engine_comes_and_leaves_without_a_copy_of_the_list_of_all_chun
         assert listed(first, 1024) == set(keys_of(100_000)) - {key}, "each is told once"
         gc.collect()
         before, _ = tracemalloc.get_traced_memory()
+        assert before < 400_000, "what it was told is in memory alone"
         tracemalloc.reset_peak()
         second = await opened(stores)
         second.take_changes(1)
@@ -112,8 +113,37 @@ async def test_each_engine_is_told_once_of_each_chunk_that_is_there():
     await stores.close()
 
 
-async def test_a_list_that_is_read_while_chunks_come_and_go_is_right_at_its_end():
-    stores, rng = new_stores(64), random.Random(5)
+async def test_a_chunk_in_memory_and_on_disk_is_listed_once_and_as_long_as_one_has_it(tmp_path):
+    disk = TierSettings("disk", "disk", {"root": str(tmp_path / "kv"), "min_free": 0}, "")
+    stores, keys = new_stores(4, disk), keys_of(8)
+    writer = await opened(stores)
+    await writer.write(keys, filled(keys))
+    assert listed(writer, 5) == set(keys)
+    memory = writer._shared.memory
+    for _ in range(2):
+        assert sum(map(memory.holds, keys)) == 4
+        view, told = await opened(stores), []
+        while changes := view.take_changes(5):
+            told += changes
+        assert sorted(told) == sorted((key, True) for key in keys)
+        assert await view.read(keys[:4], slots(4)) == [True] * 4  # those on disk replace the rest
+        assert listed(writer) <= set(keys)
+    await view.remove(keys[:6])
+    listed(writer)
+    late = await opened(stores)
+    assert listed(late) == set(keys[6:])
+    for each in stores._shared[OPEN.namespace].result().views[:]:
+        await each.close()
+    await stores.close()
+
+
+@pytest.mark.parametrize("has_disk", [False, True], ids=["memory", "memory and disk"])
+async def test_a_list_that_is_read_while_chunks_come_and_go_is_right_at_its_end(
+    tmp_path, has_disk
+):
+    disk = TierSettings("disk", "disk", {"root": str(tmp_path / "kv"), "min_free": 0}, "")
+    # With a disk the memory is small: chunks leave it, and come back from there.
+    stores, rng = new_stores(16, disk) if has_disk else new_stores(64), random.Random(5)
     writer = await opened(stores)
     keys = keys_of(96)
     await writer.write(keys[:64], filled(keys[:64]))
@@ -124,6 +154,7 @@ async def test_a_list_that_is_read_while_chunks_come_and_go_is_right_at_its_end(
             known[views[-1]] = set()
         some = rng.sample(keys, 3)
         await (writer.remove(some) if turn % 2 else writer.write(some, filled(some)))
+        await writer.read(rng.sample(keys, 3), slots(3))
         for view in views:
             for key, there in view.take_changes(rng.randrange(4)):
                 (known[view].add if there else known[view].discard)(key)
