@@ -7,6 +7,7 @@ import time
 from kvoffload.backends.admin import Finding
 from kvoffload.io.attached import AttachedServer
 from kvoffload.io.protocol import MessageReader, Refused
+from kvoffload.io.service.listener import lock_of
 from kvoffload.transfer.slab import create_shared_memory
 
 ANSWER_S = 5.0
@@ -14,11 +15,11 @@ ANSWER_S = 5.0
 
 
 def is_socket(path: str) -> bool:
-    """Return whether there is a socket."""
+    """Return whether there is a socket, or was one of a server that has ended."""
     try:
         return stat.S_ISSOCK(os.stat(path).st_mode)
     except OSError:
-        return False
+        return os.path.exists(lock_of(path))
 
 
 def server_findings(path: str) -> list[Finding]:
@@ -32,8 +33,10 @@ def server_findings(path: str) -> list[Finding]:
         finally:
             server.close()
     except OSError as error:
-        remedy = "start kvoffload serve there, as the user of the engines"
-        return [Finding("server", "failed", f"{path}: {error.strerror or error}", remedy)]
+        found, _, remedy = str(error).partition("; ")
+        if not remedy:  # it has accepted, and then gone or silent
+            found, remedy = f"{path}: {error.strerror or error}", "its log says why"
+        return [Finding("server", "failed", found, remedy)]
     finally:
         os.close(fd)
     if said is None:

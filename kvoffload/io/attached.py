@@ -23,7 +23,7 @@ class AttachedServer:
         slab_fd: the memory file, which the server maps until nothing touches it any more.
 
     Raises:
-        OSError: there is no server, or it is another user's.
+        OSError: there is no server, or it is another user's; its text ends in "; " and a remedy.
     """
 
     def __init__(self, path: str, slab_fd: int) -> None:
@@ -41,6 +41,11 @@ class AttachedServer:
             check_user(self.sock, 0, os.geteuid())
             greet(self.sock, slab_fd, theirs.fileno())
             self._pair.setblocking(False)
+        except OSError as error:
+            self.close()
+            what = f"serve = {path!r}: {error.strerror or error}"
+            remedy = "start kvoffload serve there, as the user of the engines"
+            raise OSError(f"{what}; {remedy}") from None
         except BaseException:
             self.close()
             raise

@@ -54,6 +54,9 @@ class ChunkJobs:
     def __len__(self) -> int:
         return len(self._calls)
 
+    def __contains__(self, job: int) -> bool:
+        return job in self._calls
+
     def begin(self, order: Load | Store, store: OpenStore | None) -> Coroutine[Any, Any, None]:
         """Begin a job; return what waits for its end and answers it."""
         ok = bytearray(len(order.keys))

@@ -37,7 +37,7 @@ def check_user(sock: socket.socket, *allowed: int) -> int:
     """
     pid, user = peer(sock)
     if user not in allowed:
-        raise PermissionError(f"process {pid} belongs to user {user}")
+        raise PermissionError(f"process {pid} belongs to user {user}, not to {os.geteuid()}")
     return pid
 
 

@@ -16,6 +16,8 @@ from functools import partial
 from itertools import chain
 from typing import Any
 
+from msgspec import DecodeError
+
 from kvoffload.backends.blocking_pool import start_once
 from kvoffload.errors import ConfigError
 from kvoffload.io.chunk_jobs import ChunkJobs, Moved, same_length
@@ -152,6 +154,8 @@ class Session:
 
     def _take(self, message: Any) -> None:
         match message:
+            case Load() | Store() if message.job in self._jobs or message.job in self._waiting:
+                raise DecodeError(f"job {message.job} is in flight")
             case Load() | Store():
                 tried = self._tries.get(message.tier)
                 if tried is None or tried.is_set():

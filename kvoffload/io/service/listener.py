@@ -40,7 +40,8 @@ class Listener:
                 raise ConfigError("socket", path, remedy) from None
             except OSError as error:
                 self.close()
-                remedy = f"cannot be listened on: {error.strerror or error}"
+                where = f"{error.filename or path}, which this user must be able to write"
+                remedy = f"cannot be listened on: {error.strerror or error} at {where}"
                 raise ConfigError("socket", path, remedy) from error
             except BaseException:
                 self.close()
@@ -49,7 +50,7 @@ class Listener:
 
     def _bound(self) -> socket.socket:
         path = self._path
-        self._lock_fd = os.open(f"{path}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        self._lock_fd = os.open(lock_of(path), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(self._lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -83,6 +84,11 @@ class Listener:
                     os.unlink(self._path)
             os.close(self._lock_fd)
             self._lock_fd = -1
+
+
+def lock_of(path: str) -> str:
+    """Return the file that servers lock at a socket's path; it stays when they have ended."""
+    return f"{path}.lock"
 
 
 def _is_listening(path: str) -> bool:

@@ -191,6 +191,15 @@ def test_what_is_no_message_ends_the_session_alone(talk, data):
     assert set(other.hear(Answered).ok) <= {1, HAD}
 
 
+@pytest.mark.parametrize("opens", [True, False], ids=["a store", "none"])
+def test_a_job_with_the_number_of_one_in_flight_ends_the_session_alone(talk, one_server, opens):
+    engine = talk().greet()
+    engine.send(*[OPEN] * opens, *[Load(7, "serve", KEYS, [0, 1, 2, 3], SLOT)] * 2)
+    assert engine.is_ended()
+    assert "cannot be understood: job 7 is in flight" in one_server.log
+    assert "Traceback" not in one_server.log
+
+
 def test_slots_keys_and_names_that_cannot_be_are_misses(talk):
     engine = talk().greet()
     engine.send(OPEN)
@@ -240,7 +249,7 @@ def test_an_engine_of_another_user_is_refused(one_server):
         f"s.connect({name!r}); assert s.recv(1) == b''"
     )
     subprocess.run([sys.executable, "-c", connect], cwd=folder, check=True)
-    assert "belongs to user 65534" in one_server.log
+    assert "belongs to user 65534, not to 0" in one_server.log
     assert serves(Talk(one_server.path).greet())
 
 
@@ -301,6 +310,9 @@ def test_a_socket_is_bound_where_nothing_lives_alone(tmp_path):
     with pytest.raises(ConfigError, match="no socket"):
         Listener(str(path))
     path.rmdir()
+    (tmp_path / "other.lock").mkdir()
+    with pytest.raises(ConfigError, match=r"Is a directory at .*other\.lock, which this user must"):
+        Listener(str(tmp_path / "other"))
     with socket.socket(socket.AF_UNIX) as other:
         other.bind(str(path))
         other.listen()

@@ -1,5 +1,6 @@
 """Engines of one server: they share what they store, and the end of each costs the rest nothing."""
 
+import json
 import os
 import random
 import re
@@ -10,9 +11,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from disk_commands import answered
+from disk_commands import answered, kvoffload
 
-from kvoffload.cli.server_check import server_findings
 from kvoffload.cli.top import fetch, of_page
 from kvoffload.metrics.names import SERVER_METRICS
 from tests.support.host_server import ClientProcess, HostServer
@@ -67,6 +67,11 @@ def test_an_engine_begins_without_its_server_and_attaches_when_it_comes(
     engine.store("p")
     assert engine.load("p") == 0
     assert caplog.text.count("there is no I/O server") == 1
+    (said,) = (each.message for each in caplog.records if "no I/O server" in each.message)
+    assert said.endswith(
+        f"serve = '{tmp_path}/s': No such file or directory; "
+        "start kvoffload serve there, as the user of the engines"
+    )
     server = HostServer(tmp_path)
     try:
         until(lambda: engine.client.tiers["serve"].is_complete and not engine.client._is_opening)
@@ -101,7 +106,7 @@ def test_a_server_that_is_told_to_end_is_no_error_of_an_engine_and_one_that_dies
 
     def said():
         lines = [record for record in caplog.records if record.name == "kvoffload.io.client"]
-        return {(line.levelname, line.message.split(";")[0].split(": [")[0]) for line in lines}
+        return {(line.levelname, line.message.split(";")[0].split(": serve")[0]) for line in lines}
 
     ended, away = f"the server at {server.path} %s with 0 jobs", "there is no I/O server, and all"
     away += " is a miss until there is"
@@ -278,11 +283,17 @@ def test_operators_see_the_server_and_its_engines(tmp_path, attach, until):
         assert told["engines"] == 1
         assert set(told["attached"]) == {str(os.getpid())}
         assert told["tiers"]["memory"]["capacity_bytes"] == 16 << 20
-        assert [each.verdict for each in server_findings(server.path)] == ["ok"]
+        (finding,) = json.loads(kvoffload("doctor", server.path, "--json").stdout)["findings"]
+        assert finding["verdict"] == "ok"
         server.kill()
-        (finding,) = server_findings(server.path)
-        assert (finding.check, finding.verdict) == ("server", "failed")
-        assert "kvoffload serve" in finding.remedy
+        for _ in range(2):
+            (finding,) = json.loads(kvoffload("doctor", server.path, "--json").stdout)["findings"]
+            assert (finding["check"], finding["verdict"]) == ("server", "failed")
+            assert server.path in finding["detail"]
+            assert "start kvoffload serve there" in finding["remedy"]
+            Path(server.path).unlink(
+                missing_ok=True
+            )  # as a server does that ends as told; its lock stays
     finally:
         server.process.kill()
         server.process.wait()

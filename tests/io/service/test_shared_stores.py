@@ -138,9 +138,7 @@ async def test_a_chunk_in_memory_and_on_disk_is_listed_once_and_as_long_as_one_h
 
 
 @pytest.mark.parametrize("has_disk", [False, True], ids=["memory", "memory and disk"])
-async def test_a_list_that_is_read_while_chunks_come_and_go_is_right_at_its_end(
-    tmp_path, has_disk
-):
+async def test_a_list_that_is_read_while_chunks_come_and_go_is_right_at_its_end(tmp_path, has_disk):
     disk = TierSettings("disk", "disk", {"root": str(tmp_path / "kv"), "min_free": 0}, "")
     # With a disk the memory is small: chunks leave it, and come back from there.
     stores, rng = new_stores(16, disk) if has_disk else new_stores(64), random.Random(5)
