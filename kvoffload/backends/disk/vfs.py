@@ -31,6 +31,7 @@ class Vfs:
     punch = staticmethod(file_calls.punch)
     bypass_cache = staticmethod(file_calls.bypass)
     start_writeback = staticmethod(file_calls.start_writeback)
+    known_bytes = staticmethod(file_calls.known_bytes)
 
     def __init__(self) -> None:
         self.root_fd = -1

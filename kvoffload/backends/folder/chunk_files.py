@@ -104,18 +104,19 @@ class ChunkFiles:
     ) -> ReadResult | None:
         """Read and verify a file; None: it has another length, or it is a folder or a pipe.
 
+        A read past the end would be one more question to a FUSE mount, just after a store.
+
         Raises:
             OSError: it cannot be read.
         """
-        wanted = [header, into, memoryview(bytearray(1))]  # a longer file has a byte for the last
         with turn.memory():
             try:
-                moved = self._vfs.preadv(fd, wanted, 0)
+                moved = self._vfs.preadv(fd, [header, into], 0)
             except OSError as error:
                 if error.errno not in _NO_FILE:
                     raise
                 return None
-            if moved != len(header) + into.nbytes:
+            if moved != len(header) + into.nbytes or moved != self._vfs.known_bytes(fd):
                 return None
             return self._frames.verdict(True, key, header, into)
 

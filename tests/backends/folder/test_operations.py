@@ -14,7 +14,7 @@ from kvoffload.backends.folder import known, upkeep
 from kvoffload.backends.folder.evictor import Evictor
 from kvoffload.backends.folder.records import HostRecord, LeaseRecord, Records
 from kvoffload.backends.folder.scan import Scan
-from kvoffload.backends.header import namespace_digest
+from kvoffload.backends.header import ALIGNED_BYTES, namespace_digest
 from kvoffload.testing.backends import filled, keys_of
 from tests.support.vfs import HookedVfs, kind_of
 
@@ -85,6 +85,23 @@ async def test_a_load_asks_for_the_facts_of_a_file_once_an_hour(counting, tmp_pa
         asked.append(sum(call == "fstat" for call, _ in vfs.calls))
     assert asked == [9, 0, 0, 18]
     await other.close()
+
+
+async def test_a_load_of_an_own_chunk_reads_its_file_and_not_past_the_end(tmp_path):
+    """FUSE asks its server how long a file is by now, for a read past what it knows."""
+    asked = []
+
+    class Noting(HookedVfs):
+        def preadv(self, fd, buffers, offset):
+            if kind_of(self._paths[fd]) == "chunk":
+                asked.append((offset, sum(map(len, buffers))))
+            return super().preadv(fd, buffers, offset)
+
+    backend, keys = open_folder(tmp_path / "share", vfs=Noting()), keys_of(3)
+    assert await store(backend, keys) == [True] * 3
+    assert await load(backend, keys) == [True] * 3
+    assert asked == [(0, ALIGNED_BYTES + SIZE)] * 3
+    await backend.close()
 
 
 async def test_the_thread_that_moves_a_chunk_computes_its_checksum(tmp_path, monkeypatch):
