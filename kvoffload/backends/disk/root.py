@@ -111,6 +111,10 @@ class RootHandle:
             self.quota.release(freed)
         self._look_for_older()
 
+    def is_alone(self) -> bool:
+        """Return whether no other process has the root open; raises OSError."""
+        return count_alive(self.vfs, self.path) <= 1  # the own one counts as well
+
     def _look_for_older(self) -> None:
         found = has_older(self.vfs, self.path)
         if found and not self.has_older_writers:

@@ -104,7 +104,9 @@ class Segment:
         self.stuck: dict[int, int] = {}
         """Own slots to be freed, with the bytes that the quota counts of each."""
         self.leaving: dict[int, float] = {}
-        """Own slots that other processes are freeing, with when this one learnt of each."""
+        """Own slots that other processes may be freeing, with when this one learnt of each."""
+        self.freeing: list[int] = []
+        """Slots that threads of this process are freeing."""
         self.is_tidy = False
         """Whether a clean-up has seen the table as it is known."""
         self.taken = 0

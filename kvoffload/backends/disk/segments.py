@@ -255,8 +255,9 @@ class Segments(Places):
                 if segment.is_own or is_done or not is_evictor or not segment.lock():
                     continue
                 try:
-                    self._tidy(i, segment)
-                    segment.is_tidy = True
+                    self._read_changes(i, segment)
+                    self._tidy(segment)
+                    segment.is_tidy = not segment.freeing
                     if not segment.num_used:
                         segment.unlink()
                         self._lose(i)
@@ -297,7 +298,12 @@ class Segments(Places):
             return number
         for i, segment in self._known(0):
             if segment.slot_bytes == slot_bytes and segment.lock():
-                self._tidy(i, segment)
+                self._read_changes(i, segment)
+                if self._host.root.is_alone():
+                    self._tidy(segment)
+                # Another process may be about to free the blocks of the rest.
+                rest = set(segment.written_slots()).difference(segment.freeing)
+                segment.leaving = dict.fromkeys(rest, time.monotonic())
                 if self._durable:  # its last process may not have been
                     self.vfs.sync(os.path.dirname(segment.stem))
                 segment.free = segment.free_slots()[::-1]
@@ -358,12 +364,15 @@ class Segments(Places):
                     lost.append(name)
         self._host.vanished(lost)
 
-    def _tidy(self, number: int, segment: Segment) -> None:
-        """Free what a dead process was writing into a segment that this one has locked."""
+    def _read_changes(self, number: int, segment: Segment) -> None:
         if segment.has_changed():
             self._host.appeared(self._update(number, segment))
+
+    def _tidy(self, segment: Segment) -> None:
+        """Free what a dead process was writing into a segment that this one has locked."""
         for slot in segment.written_slots():
-            self.free(segment, slot)
+            if slot not in segment.freeing:
+                self.free(segment, slot)
 
 
 def _oldest_first(found: list[Found]) -> list[Found]:

@@ -107,14 +107,14 @@ class Places:
             if self._places.pop(name, None) != at.place:
                 raise gone(name)
         try:
-            entry = self.claim(at, name[2:])
-            if entry is not None:
-                try:
-                    yield at
-                except BaseException:
-                    with contextlib.suppress(OSError), self.lock:
-                        at.segment.set_entry(at.slot, entry)
-                    raise
+            with self.claimed(at, name[2:]) as entry:
+                if entry is not None:
+                    try:
+                        yield at
+                    except BaseException:
+                        with contextlib.suppress(OSError), self.lock:
+                            at.segment.set_entry(at.slot, entry)
+                        raise
         except BaseException:
             self._places.setdefault(name, at.place)
             raise
@@ -144,10 +144,21 @@ class Places:
             for i, name in enumerate(taken if not is_taken else ()):
                 self._places.setdefault(name, at.place + i * MOST_SEGMENTS)
 
-    def claim(self, at: At, key: bytes) -> bytes | None:
-        """See :meth:`Segment.claim`; callers keep the chunk's name out of the places."""
+    @contextlib.contextmanager
+    def claimed(self, at: At, key: bytes) -> Iterator[bytes | None]:
+        """See :meth:`Segment.claim`; callers keep the chunk's name out of the places.
+
+        Until the end no other thread takes the slot for one that a dead process was writing.
+        """
+        segment, slot, _ = at
         with self.lock:
-            return at.segment.claim(at.slot, key)
+            if (entry := segment.claim(slot, key)) is not None:
+                segment.freeing.append(slot)
+        try:
+            yield entry
+        finally:
+            if entry is not None:
+                segment.freeing.remove(slot)
 
     def forget(self, name: Name, at: At) -> None:
         """Forget a chunk that another process removed; that one frees its slot."""
@@ -163,7 +174,7 @@ class Places:
             if segment.known(slot) != WRITING:
                 segment.set_entry(slot, WRITING)
         segment.free_blocks(slot)
-        with self.lock:
+        with self.lock, contextlib.suppress(FileNotFoundError):  # without the table, it is free
             segment.set_entry(slot, FREE)
             if segment.is_own:
                 segment.free.append(slot)

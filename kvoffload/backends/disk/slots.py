@@ -41,9 +41,10 @@ class SlotDraft(NamedTuple):
             return 0
         segment, slot, _ = before
         try:
-            if segments.claim(before, name[2:]) is None:
-                return 0
-            segments.free(segment, slot)
+            with segments.claimed(before, name[2:]) as entry:
+                if entry is None:
+                    return 0
+                segments.free(segment, slot)
         except OSError:
             if segment.is_own:
                 segment.stuck[slot] = segment.slot_bytes
