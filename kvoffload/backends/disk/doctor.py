@@ -180,7 +180,7 @@ def _shown(limits: Limits | None) -> str:
 def _space(vfs: Vfs, root: str, limits: Limits | None, used: int) -> tuple[Finding, int]:
     """Check whether the capacity fits the device; return also the bytes free for measuring."""
     space = vfs.statvfs(root)
-    free = space.f_bavail * space.f_frsize
+    free, size = (blocks * space.f_frsize for blocks in (space.f_bavail, space.f_blocks))
     detail = f"{human_bytes(free)} free, {human_bytes(used)} used, capacity "
     if limits is None:
         return Finding("space", "ok", detail + "unknown"), free
@@ -190,6 +190,9 @@ def _space(vfs: Vfs, root: str, limits: Limits | None, used: int) -> tuple[Findi
     room, leaving = human_bytes(spare + used), human_bytes(limits.evicted_bytes(used))
     found = first_of(
         "space",
+        (size <= limits.min_free_bytes, "failed", detail,
+         f"lower min_free, now {human_bytes(limits.min_free_bytes)}: "
+         f"the file system has {human_bytes(size)} in all"),
         (spare + used <= 0, "failed", detail,
          "make space: other files have taken all but min_free"),
         (used > capacity, "warning", detail,

@@ -132,8 +132,8 @@ async def test_three_foreign_files_are_named_and_more_are_hinted_at(tmp_path, fi
 # ---- space ---------------------------------------------------------------------------------------
 
 
-def with_free(monkeypatch, free_bytes):
-    space = SimpleNamespace(f_bavail=free_bytes // 4096, f_frsize=4096)
+def with_free(monkeypatch, free_bytes, size=1 << 40):
+    space = SimpleNamespace(f_bavail=free_bytes // 4096, f_blocks=size // 4096, f_frsize=4096)
     monkeypatch.setattr(Vfs, "statvfs", lambda self, path: space)
 
 
@@ -156,6 +156,14 @@ async def test_space_is_what_is_free_above_the_minimum(
     assert space.remedy.startswith(remedy)
     assert bool(remedy) == bool(space.remedy)
     assert space.detail.endswith(" free, 0 B used, capacity 64.0 MiB")
+
+
+@pytest.mark.usefixtures("unmeasured")
+async def test_a_file_system_below_min_free_is_told_apart_from_a_full_one(tmp_path, monkeypatch):
+    with_free(monkeypatch, 8 * MIB, size=8 * MIB)
+    space = (await found(tmp_path, capacity=6 * MIB, min_free=100 * MIB))["space"]
+    assert space.verdict == "failed"
+    assert space.remedy == "lower min_free, now 100.0 MiB: the file system has 8.0 MiB in all"
 
 
 @pytest.mark.usefixtures("unmeasured")
