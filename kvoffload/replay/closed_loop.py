@@ -107,6 +107,9 @@ def run(trace: Trace, loop: Loop, store: Store, clock: list[float]) -> Served:
         loop: the load and the engine.
         store: host memory, new.
         clock: what the store reads; one number, set here.
+
+    Raises:
+        ConfigError: the trace has no times, or ends before anything is counted.
     """
     if trace.requests.times[-1] <= 0:
         raise ConfigError("trace", trace.name, "has no times: a closed loop needs the pauses")
@@ -118,7 +121,16 @@ def run(trace: Trace, loop: Loop, store: Store, clock: list[float]) -> Served:
         begin_s = rng.uniform(0, loop.seconds * WARM_UP / 2)
         session = next(more, iter(()))
         heapq.heappush(arrivals, (begin_s, next(order), session))
-    return _run(loop, store, clock, arrivals, order, more)
+    served = _run(loop, store, clock, arrivals, order, more)
+    if not served.waits_s:
+        warm_up_s = loop.seconds * WARM_UP
+        raise ConfigError(
+            "trace",
+            trace.name,
+            f"too short: its sessions ended in the {warm_up_s:g} s "
+            "that are not counted; a longer one, fewer sessions, or fewer --minutes",
+        )
+    return served
 
 
 def _run(

@@ -384,3 +384,11 @@ def test_a_closed_loop_needs_times(kvoffload, trace):
     done = kvoffload("replay", str(trace), *words)
     assert done.returncode == 2
     assert "has no times" in done.stderr
+
+
+def test_a_closed_loop_that_counts_nothing_says_so(kvoffload):
+    words = ["replay", "--synthetic", "agent:seed=1,requests=8", "--closed-loop", "3"]
+    done = kvoffload(*words, "--sizes", "60", "--policies", "lru", "--block-tokens", "64")
+    assert done.returncode == 2
+    assert "too short" in done.stderr
+    assert "--minutes" in done.stderr
