@@ -227,3 +227,10 @@ def test_tensors_of_other_groups_than_the_configuration_are_refused(kv_caches):
     pair = type(kv_caches)(kv_caches.tensors, kv_caches.group_data_refs * 2)
     with pytest.raises(ConfigError, match="kv_caches = '2 groups': kv_cache_config has 1"):
         LocalConnector({"cpu_bytes": "64KiB"}, pair, block_size=4, facts={"model": "m"})
+
+
+def test_caches_that_are_no_canonical_views_are_refused(kv_caches):
+    for given in ({"layers.0": kv_caches.tensors[0].tensor}, kv_caches.tensors, None):
+        wrong = rf"kv_caches = '{type(given).__name__}': .*canonicalize_kv_caches"
+        with pytest.raises(ConfigError, match=wrong):
+            LocalConnector({"cpu_bytes": "64KiB"}, given, block_size=4, facts={"model": "m"})

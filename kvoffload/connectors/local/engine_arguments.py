@@ -14,7 +14,11 @@ _NUMBERS = "must be the numbers of blocks, as [1, 2, 3]; not a list a group, not
 
 
 def check_caches(kv_caches: CanonicalKVCaches, kinds: Sequence[Group]) -> None:
-    """Raise ConfigError unless tensors are there for each KV cache group."""
+    """Raise ConfigError unless these are canonical views of each KV cache group."""
+    caches: object = kv_caches  # an engine may not check its types
+    if not isinstance(caches, CanonicalKVCaches):
+        remedy = "must be CanonicalKVCaches, as of kvoffload.canonicalize_kv_caches"
+        raise ConfigError("kv_caches", type(caches).__name__, remedy)
     given = len(kv_caches.group_data_refs)
     if given != len(kinds):
         remedy = f"kv_cache_config has {len(kinds)} KV cache groups"
