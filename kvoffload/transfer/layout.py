@@ -217,10 +217,12 @@ def check_moves(moves: Moves, to_host: bool, layout: ChunkLayout, slab: Slab) ->
     else:
         _refuse_outside("host slots", slots, slots, slab.num_slots)
     _refuse_outside("block ids", moves.block_ids, moves.block_ids, layout.num_blocks)
-    if to_host:
-        _refuse_repeated("host slots", slots)
-    else:
-        _refuse_repeated("block ids", moves.block_ids)
+    what, written = ("host slots", slots) if to_host else ("block ids", moves.block_ids)
+    in_order = np.sort(written)
+    again = in_order[1:] == in_order[:-1]
+    if again.any():
+        repeated = np.unique(in_order[1:][again]).tolist()
+        raise ValueError(f"{what} {repeated}: written twice")
 
 
 def check_within(memory: memoryview, moves: Moves, layout: ChunkLayout) -> None:
@@ -239,11 +241,3 @@ def _refuse_outside(what: str, numbers: Integers, lasts: Integers, limit: int) -
     if len(numbers) and (numbers.min() < 0 or lasts.max() >= limit):
         strange = numbers[(numbers < 0) | (lasts >= limit)].tolist()
         raise ValueError(f"{what} {strange}: out of range, there are {limit}")
-
-
-def _refuse_repeated(what: str, numbers: Integers) -> None:
-    in_order = np.sort(numbers)
-    again = in_order[1:] == in_order[:-1]
-    if again.any():
-        repeated = np.unique(in_order[1:][again]).tolist()
-        raise ValueError(f"{what} {repeated}: written twice")
