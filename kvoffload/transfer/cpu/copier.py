@@ -101,20 +101,17 @@ class CpuCopier:
 
     def _run(self) -> None:
         while (job := self._next_job()) is not None:
-            self._perform(job)
+            try:
+                # The copy begins after the forward pass. A store would read blocks that the pass
+                # still writes; a load would overwrite blocks that the pass still reads.
+                job.after.wait()
+                begun_s = time.perf_counter()
+                self._copy(job)
+            except Exception as error:
+                job.fence.reach(error)
+            else:
+                job.fence.reach(copy_time_s=time.perf_counter() - begun_s)
             del job  # it has memory of a server, which may have ended
-
-    def _perform(self, job: Job) -> None:
-        try:
-            # The copy begins after the forward pass. A store would read blocks that the pass still
-            # writes; a load would overwrite blocks that the pass still reads.
-            job.after.wait()
-            begun_s = time.perf_counter()
-            self._copy(job)
-        except Exception as error:
-            job.fence.reach(error)
-        else:
-            job.fence.reach(copy_time_s=time.perf_counter() - begun_s)
 
     def _next_job(self) -> Job | None:
         """Wait for a copy. Until there is one, let the kernel allocate host memory.
