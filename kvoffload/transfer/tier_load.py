@@ -6,7 +6,7 @@ read and verified, so reads and copies of a load run at the same time.
 
 import logging
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 from kvoffload.io.client import IOClient
@@ -131,45 +131,39 @@ class _Part:
     def arrived(self, numbers: Sequence[int]) -> None:
         """Launch the copies of arrived chunks, but for those launched before."""
         new = [n for n in numbers if n not in self._launched]
-        if not new:
-            return
-        load = self._load
-        fence = self._launch(
-            new, lambda moves: load.copier.launch(moves, to_host=False, after=load.after)
-        )
-        if fence is not None and self.followers:
-            with load.lock:
+        if new and (fence := self._launch(new)) is not None and self.followers:
+            with self._load.lock:
                 self._uses += 1
             fence.when_reached(self._used)
 
     def lent(self, loan: Loan) -> None:
         """Launch the copies of chunks in the server's memory: they use no slots."""
-
-        def launch(moves: Moves) -> CopyFence:
-            if (copier := self._load.borrowing) is None:
-                raise TypeError("a loan that was not asked for")
-            moves.chunks[0] = loan.starts
-            return copier.launch_from(loan.memory, moves, self._load.after)
-
-        fence = self._launch(loan.numbers, launch)
+        fence = self._launch(loan.numbers, loan)
         if fence is None:
             loan.end()
         else:
             fence.when_reached(loan.end)
 
-    def _launch(
-        self, numbers: Sequence[int], launch: Callable[[Moves], CopyFence]
-    ) -> CopyFence | None:
-        """Launch the copies of some chunks; None: they are refused."""
+    def _launch(self, numbers: Sequence[int], loan: Loan | None = None) -> CopyFence | None:
+        """Launch the copies of some chunks, from slots or from a loan; None: they are refused."""
         self._launched.update(numbers)
+        load = self._load
         try:
             positions = [self._positions[n] for n in numbers]
-            fence = launch(self._load.moves.take(positions))
+            moves = load.moves.take(positions)
+            if loan is None:
+                fence = load.copier.launch(moves, to_host=False, after=load.after)
+            elif load.borrowing is not None:
+                moves.chunks[0] = loan.starts
+                fence = load.borrowing.launch_from(loan.memory, moves, load.after)
+            else:
+                self._reason = "refused_transfer"  # a loan that was not asked for
+                return None
         except Exception as error:
             log.warning("copies of %d chunks were refused: %s", len(numbers), error)
             self._reason = "refused_transfer"
             return None
-        self._load.job.copied(fence, positions)
+        load.job.copied(fence, positions)
         return fence
 
     def ended(self, ok: bytes, reason: str, settled: bool, io_time_s: float) -> None:
