@@ -247,28 +247,25 @@ class LocalConnector:
         state = self._state(request)
         state.has_kv = True
         try:
-            self._begin_load(request.request_id, state, block_ids, num_external_tokens)
+            if not num_external_tokens:
+                return
+            promised = given.check_promise(self._groups, num_external_tokens, state.promised)
+            end = state.start + promised
+            given.check_tables(block_ids, self._groups, end)
+            pieces = to_load(self._groups, block_ids, state.start, end, self._has_nulls)
+            given.check_pieces(pieces, state.keys, block_ids, self._num_blocks)
+            self._count_use(state, end)
+            keys = [state.keys[piece.group][piece.chunk] for piece in pieces]
+            job = self._manager.begin_load(keys, state.context)
+            if not job.keys:
+                self._transfers.refuse(request.request_id)
+                return
+            taken = tuple(pieces[: len(job.keys)])
+            load = LoadRange(request.request_id, state.start, end, taken)
+            self._transfers.begin_load(job, load, block_ids)
+            state.loading = job
         finally:
             self._manager.request_admitted(state.context)
-
-    def _begin_load(
-        self, request_id: str, state: RequestState, block_ids: BlockTables, num_external_tokens: int
-    ) -> None:
-        if not num_external_tokens:
-            return
-        end = state.start + given.check_promise(self._groups, num_external_tokens, state.promised)
-        given.check_tables(block_ids, self._groups, end)
-        pieces = to_load(self._groups, block_ids, state.start, end, self._has_nulls)
-        given.check_pieces(pieces, state.keys, block_ids, self._num_blocks)
-        self._count_use(state, end)
-        keys = [state.keys[piece.group][piece.chunk] for piece in pieces]
-        job = self._manager.begin_load(keys, state.context)
-        if not job.keys:
-            self._transfers.refuse(request_id)
-            return
-        load = LoadRange(request_id, state.start, end, tuple(pieces[: len(job.keys)]))
-        self._transfers.begin_load(job, load, block_ids)
-        state.loading = job
 
     # ---- every step ----
 
