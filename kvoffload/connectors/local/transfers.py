@@ -158,23 +158,18 @@ class Transfers:
         if not job.sources and len(job.keys) == job.num_asked and all(result.ok):
             end, tokens = load.end, Counter({"CPU": load.end - load.start})
         else:
-            end, tokens = self._arrived(job, load, result)
+            arrived = {
+                (piece.group, piece.chunk): medium
+                for piece, medium, ok in zip(load.pieces, job.media(), result.ok, strict=True)
+                if ok
+            }
+            end = self._groups.usable(load.start, load.end, arrived)
+            tokens = self._groups.tokens_by_medium(load.start, end, arrived)
         for medium, number in tokens.items():
             self._manager.figures.hit_tokens[medium.lower()] += number
         if waits and end < load.end:
             self._note_short_load(load.request_id)
         return LoadOutcome(load.request_id, end - load.start, end == load.end, dict(tokens))
-
-    def _arrived(
-        self, job: LoadJob, load: LoadRange, result: TransferResult
-    ) -> tuple[int, Counter[str]]:
-        """Return up to which token a load can be used, and from where its tokens came."""
-        arrived: dict[tuple[int, int], str] = {}
-        for piece, medium, ok in zip(load.pieces, job.media(), result.ok, strict=True):
-            if ok:
-                arrived[piece.group, piece.chunk] = medium
-        end = self._groups.usable(load.start, load.end, arrived)
-        return end, self._groups.tokens_by_medium(load.start, end, arrived)
 
     def _note_short_load(self, request_id: str) -> None:
         if self._short_loads.note(request_id):
