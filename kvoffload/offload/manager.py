@@ -248,11 +248,11 @@ class TieredOffloadingManager(OffloadingManager):
     ) -> Collection[OffloadKey]:
         """End a load or read chunk by chunk; return the chunks that arrived from tiers."""
         ended = self._staging.end_load(job, ok, settled)
-        if ended.lost or ended.missed:
-            self._events.reasons.note([*ended.lost, *ended.missed], reason or Reason.FAILED)
+        failed = [*ended.lost, *ended.missed]
+        if failed and not job.reset:  # or they are other chunks of these names
+            self._events.reasons.note(failed, reason or Reason.FAILED)
             self._events.removed(ended.lost, Reason.FAILED)
-            if not job.reset:  # or they are other chunks of these names
-                self.waiting.lost([*ended.lost, *ended.missed])
+            self.waiting.lost(failed)
         self._events.stored(ended.arrived)
         if self.waiting.requests:
             self.waiting.stored(ended.arrived)

@@ -108,9 +108,10 @@ class Staging:
             return ended
         for key, name, fine in zip(keys[::-1], held[::-1], reversed(ok), strict=True):
             source = job.sources.get(key)
-            if source and not fine and not job.stale:
-                source.forget(key)
+            if source and not fine:
                 ended.missed.append(key)
+                if not job.stale:
+                    source.forget(key)
             if name in host.fetching:
                 slot = host.fetching.pop(name)
                 if fine and self._caching:

@@ -336,6 +336,21 @@ def test_a_read_that_a_reset_made_stale_says_nothing_of_its_tier(begin):
     assert manager.busy_slots == 0
 
 
+def test_what_a_cleared_tier_no_longer_brings_is_kept_for_no_request():
+    chunks = keys("a", 4)
+    manager = waiting_manager(Store(chunks))
+    load = manager.begin_load(chunks, ReqContext("r"))
+    queue(manager, "s", chunks)
+    step(manager)
+    step(manager)
+    load.stale = True  # as after an operator's clear of a tier, which leaves host memory
+    end(manager, load, ok=False)
+    manager.check()
+    manager.retire((), ReqContext("s"))
+    manager.check()
+    assert manager.busy_slots == 0
+
+
 def test_what_one_tier_fails_to_read_is_read_from_the_next():
     chunks = keys("a", 3)
     manager = new_manager(
