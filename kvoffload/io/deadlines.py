@@ -6,14 +6,18 @@ time. A job that is late is cancelled, and answered as unsettled if that does no
 ``CANCEL_GRACE_S``.
 """
 
+import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from kvoffload.backends.log_rate import Throttle
 from kvoffload.io.lent_memory import Loan
 from kvoffload.io.protocol import Answered, Load, Store
+
+log = logging.getLogger(__name__)
 
 TICK_S, IDLE_TICK_S = 0.02, 0.25
 """Time between two looks at deadlines while jobs run, and while none does."""
@@ -89,6 +93,7 @@ class IOJobs:
         """Those without an answer; any thread adds one."""
         self.late: dict[int, IOJob] = {}
         """Answered jobs whose slots the server may still use, in the order of their answers."""
+        self._warnings = Throttle(log)
 
     def arriving(self, number: int) -> IOJob | None:
         """Take in that chunks of a load arrived; None: it is answered."""
@@ -140,6 +145,11 @@ class IOJobs:
                 if now_s >= job.due_s:
                     job.cancelled_s = now_s
                     self._cancel(number)
+                    self._warnings.warning(
+                        "tier %s: a %s of %d chunks is given up after %.1f s; 'kvoffload doctor' "
+                        "measures the store", job.order.tier, type(job.order).__name__.lower(),
+                        len(job.order.keys), now_s - job.begun_s,
+                    )  # fmt: skip
             elif now_s >= job.cancelled_s + CANCEL_GRACE_S:
                 self.late[number] = self.unanswered.pop(number)
                 job.fail("deadline", settled=False)

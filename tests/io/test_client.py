@@ -221,7 +221,9 @@ def test_a_renewal_changes_what_is_there_and_a_refused_one_leaves_nothing(rig, u
 # ---- deadlines and the end ----
 
 
-def test_a_hung_load_is_answered_at_its_deadline_and_released(rig, until, planned, monkeypatch):
+def test_a_hung_load_is_answered_at_its_deadline_and_released(
+    rig, until, planned, monkeypatch, caplog
+):
     client = rig.open(("planned", "planned", planned.options), load_timeout_s=0.2)
     rig.store(client, "planned", KEYS[:1], until)
     planned.set(Plan("hang", frozenset({"read"})))
@@ -230,6 +232,7 @@ def test_a_hung_load_is_answered_at_its_deadline_and_released(rig, until, planne
         load = rig.load(client, "planned", KEYS[:1])
         until(lambda: load.answers)
     assert load.answers == [([False], "deadline", True)]
+    assert "tier planned: a load of 1 chunks is given up after 0.2 s" in caplog.text
     planned.set(process=Process("stubborn", 60.0))
     load = rig.load(client, "planned", KEYS[:1], first=3)
     until(lambda: load.answers)
