@@ -8,13 +8,14 @@ PERIOD_S = 1.0
 
 
 class Throttle:
-    """Logs one kind of warning at most once a second, with the number left out. Thread-safe.
+    """Logs one kind of warning at most once a period, with the number left out. Thread-safe.
 
     The counters of a backend count every occurrence.
     """
 
-    def __init__(self, log: logging.Logger) -> None:
+    def __init__(self, log: logging.Logger, period_s: float = PERIOD_S) -> None:
         self._log = log
+        self._period_s = period_s
         self._lock = threading.Lock()
         self._silent_until = 0.0
         self._left_out = 0
@@ -26,7 +27,7 @@ class Throttle:
             if now < self._silent_until:
                 self._left_out += 1
                 return
-            self._silent_until = now + PERIOD_S
+            self._silent_until = now + self._period_s
             left_out, self._left_out = self._left_out, 0
         if left_out:
             text, values = text + " (%d more like it before)", (*values, left_out)

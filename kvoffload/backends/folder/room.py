@@ -5,6 +5,7 @@ capacity holds although no two hosts share a lock or a counter.
 """
 
 import threading
+import time
 from collections.abc import Callable
 
 from kvoffload.backends.disk.chunk_file import bytes_on_disk
@@ -26,7 +27,8 @@ class Room:
         self.stored_bytes = 0
         """Since the start: of chunks, and of those being written."""
         self.limit_bytes = 0
-        """What ``stored_bytes`` may become."""
+        """What ``stored_bytes`` may become, while this process's record is young."""
+        self._until_s = 0.0
         self.largest_bytes = 0
         """Of one file."""
         self.out_of_space = 0
@@ -38,6 +40,7 @@ class Room:
         with self._lock:
             self.largest_bytes = max(self.largest_bytes, size)
             has_room = self.stored_bytes + size <= self.limit_bytes
+            has_room = has_room and time.monotonic() < self._until_s
             if has_room:
                 self.stored_bytes += size
             is_short = not has_room or self.stored_bytes > self._half_bytes
@@ -53,11 +56,27 @@ class Room:
         if reason in _OUT_OF_SPACE:
             self._wake()
 
+    def told(self, began_s: float, valid_s: float) -> None:
+        """Take in that this process's record was written, by calls that began at this moment.
+
+        The evictor reserves what the limit leaves while the record is younger than ``valid_s``.
+        Afterwards other processes get it: a process that was stopped waits for a limit of now.
+        """
+        with self._lock:
+            if time.monotonic() > self._until_s:
+                self.limit_bytes = 0
+            self._until_s = began_s + valid_s
+
     def limit(self, limit_bytes: int, counted_bytes: int) -> None:
         """Take in the limit, and what the evictor has counted of this process."""
         with self._lock:
             self._counted_bytes, self.limit_bytes = counted_bytes, limit_bytes
             self._half_bytes = (limit_bytes + counted_bytes) // 2
+
+    def give_up(self) -> None:
+        """Store no more until there is a limit again: other processes need what is reserved."""
+        with self._lock:
+            self.limit_bytes = 0
 
     def restart(self) -> None:
         """Begin to count again: the evictor has forgotten this process."""

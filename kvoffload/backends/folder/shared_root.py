@@ -61,7 +61,7 @@ class Root:
             vfs.make_folder(f"{path}/{HOSTS}")
         except OSError as error:
             refusal = denied(vfs, path) if error.errno in (errno.EACCES, errno.EPERM) else None
-            remedy = f"cannot be used: {error.strerror}; {_remedy(error)}"
+            remedy = f"cannot be used: {error.strerror}; {remedy_of(error)}"
             raise refusal or ConfigError("root", path, remedy) from error
 
     def look_again(self) -> bool:
@@ -100,11 +100,16 @@ def check_content(vfs: Vfs, path: str) -> bool:
     return False
 
 
-def _remedy(error: OSError) -> str:
+def remedy_of(error: OSError) -> str:
+    """Return what an operator can do about an error of the mount."""
     return {
         errno.EROFS: "mount it for writing",
         errno.ENOSPC: "make space on it, a few KiB at least",
         errno.EDQUOT: "raise this user's quota there",
         errno.ESTALE: "mount it again",
         errno.ENOTCONN: "mount it again",
+        errno.EIO: "see whether its server is well, then mount it again",
+        errno.EISDIR: "remove it",
+        errno.ELOOP: "remove it",
+        errno.ENXIO: "remove it",
     }.get(error.errno or 0, "see whether it is mounted, and for this user to write")

@@ -12,12 +12,12 @@ import time
 from collections.abc import Callable
 
 from kvoffload.backends.disk.vfs import Vfs
-from kvoffload.backends.folder.evictor import Evictor
+from kvoffload.backends.folder.evictor import DEAD_S, Evictor
 from kvoffload.backends.folder.known import KnownChunks
 from kvoffload.backends.folder.places import LEASE
 from kvoffload.backends.folder.records import HostRecord, LeaseRecord, Records, is_out_of_space
 from kvoffload.backends.folder.room import Room
-from kvoffload.backends.folder.shared_root import Root
+from kvoffload.backends.folder.shared_root import Root, remedy_of
 from kvoffload.backends.log_rate import Throttle
 
 log = logging.getLogger(__name__)
@@ -33,6 +33,8 @@ _LOOK_S = 5.0
 """Time between two looks whether the root is still the same."""
 _TIMES_A_TURN = 256
 """Files whose times are renewed in one turn."""
+_SAY_AGAIN_S = 600.0
+"""Time between two lines of the log about a failure that lasts."""
 
 
 class Housekeeper:
@@ -77,6 +79,8 @@ class Housekeeper:
         self._told: HostRecord | None = None
         self._told_s = 0.0
         self._was_counted = False
+        self._read_s = time.monotonic()
+        """When the lease was last known."""
         self._written: LeaseRecord | None = None
         self._written_s = 0.0
         self.is_evictor = False
@@ -85,7 +89,8 @@ class Housekeeper:
         """Bytes of files that the evictor has counted; None until it has, once."""
         self.num_hosts = 1
         """Processes that the evictor counts."""
-        self._failures, self._lease_failures = Throttle(log), Throttle(log)
+        self._said: dict[tuple[str, int | None], Throttle] = {}
+        """By text and error number."""
         self._differing_capacity = 0
         self._is_opening = True
         self._turn()  # so that stores find room at once
@@ -118,10 +123,7 @@ class Housekeeper:
             self._look_at_root()
             if self._told is None:
                 self._tell()  # sets the clock, before an age is read
-            lease, age_s = self._read_lease()
-            self._take_or_lose(lease, age_s)
-            if not self.is_evictor:
-                self._follow(lease)
+            self._use_lease()
             self._tell()
             if self.is_evictor:
                 self._evict()
@@ -133,7 +135,7 @@ class Housekeeper:
 
     def _tell(self) -> None:
         """Write this process's record if it changed, or if it gets old."""
-        room = self.room
+        room, began_s = self.room, time.monotonic()
         record = HostRecord(
             host=socket.gethostname(),
             pid=os.getpid(),
@@ -144,7 +146,7 @@ class Housekeeper:
             out_of_space=room.out_of_space,
             is_closed=self._is_closing,
         )
-        if record == self._told and time.monotonic() - self._told_s < _RENEW_S:
+        if record == self._told and began_s - self._told_s < _RENEW_S:
             return
         try:
             self._records.host(record)
@@ -153,7 +155,8 @@ class Housekeeper:
                 raise
             self._is_full = True
         else:
-            self._told, self._told_s = record, time.monotonic()
+            self._told, self._told_s = record, began_s
+            room.told(began_s, DEAD_S)
 
     def _follow(self, lease: LeaseRecord | None) -> None:
         """Take in what the evictor has counted, and the limit that it set."""
@@ -176,17 +179,26 @@ class Housekeeper:
 
     # ---- the lease -------------------------------------------------------------------------
 
-    def _read_lease(self) -> tuple[LeaseRecord | None, float | None]:
+    def _use_lease(self) -> None:
+        """Find out from the lease whether it is this process's turn, and what it may store."""
+        began_s = time.monotonic()
         try:
-            return self._records.lease()
+            lease, age_s = self._records.lease()
         except OSError as error:
-            self._count("lease_unusable")
-            self._lease_failures.warning(
-                "folder: %s/%s cannot be used (%s); remove it: until then nothing is evicted, and "
-                "stores end where the capacity might", self._root.path, LEASE, error.strerror,
-            )  # fmt: skip
             self.is_evictor = False
-            raise
+            if began_s - self._read_s > LEASE_S:
+                self.room.give_up()
+            self._count("lease_unusable")
+            self._say(
+                error, "%s/%s cannot be used (%s): until then this process evicts nothing, and "
+                "%g s later it stores nothing; %s",
+                self._root.path, LEASE, error.strerror, LEASE_S, remedy_of(error),
+            )  # fmt: skip
+            return
+        self._read_s = began_s
+        self._take_or_lose(lease, age_s)
+        if not self.is_evictor:
+            self._follow(lease)
 
     def _take_or_lose(self, lease: LeaseRecord | None, age_s: float | None) -> None:
         """Become the evictor if there is none; be it no more if another one took over."""
@@ -269,4 +281,10 @@ class Housekeeper:
 
     def _failed(self, error: Exception) -> None:
         self._count("housekeeping_failed")
-        self._failures.warning("folder %s: housekeeping failed: %s", self._root.path, error)
+        remedy = remedy_of(error) if isinstance(error, OSError) else "report it"
+        self._say(error, "%s: housekeeping failed: %s; %s", self._root.path, error, remedy)
+
+    def _say(self, error: Exception, text: str, *values: object) -> None:
+        """Log a failure that may last: one line for each kind in :data:`_SAY_AGAIN_S`."""
+        kind = text, getattr(error, "errno", None)
+        self._said.setdefault(kind, Throttle(log, _SAY_AGAIN_S)).warning(f"folder {text}", *values)

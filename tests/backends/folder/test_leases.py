@@ -1,0 +1,102 @@
+"""A process that is stopped, or cannot read the lease: another one evicts, the capacity holds."""
+
+import asyncio
+import errno
+
+import pytest
+from folder_parts import ON_DISK, open_folder, store, store_at_last, stored_bytes, until
+
+from kvoffload.backends.folder import evictor, upkeep
+from kvoffload.backends.folder.places import HOSTS, LEASE
+from kvoffload.backends.folder.shared_root import remedy_of
+from kvoffload.testing.backends import keys_of
+from tests.support.vfs import FailingVfs
+
+CAPACITY = 64 * ON_DISK
+
+
+@pytest.fixture(autouse=True)
+def short_times(monkeypatch):
+    times = {"TURN_S": 0.02, "LEASE_S": 0.3, "_RENEW_S": 0.1, "_PAUSE_S": 0.01, "DEAD_S": 0.6}
+    for name, seconds in {**times, "_LONG_PAUSE_S": 0.01}.items():
+        monkeypatch.setattr(upkeep, name, seconds)
+    monkeypatch.setattr(evictor, "DEAD_S", 0.6)
+    monkeypatch.setattr(evictor, "SURELY_S", 0.1)
+
+
+async def evictions(backend, most=3000):
+    """Store until the store was full for a while."""
+    for turn in range(most):
+        if backend.counters().get("evicted", 0) > 8:
+            return True
+        await store(backend, keys_of(2, f"more{turn}"))
+        await asyncio.sleep(0.01)
+    return False
+
+
+async def test_a_process_that_was_stopped_stores_nothing_of_what_was_given_away(tmp_path):
+    one, two = (open_folder(tmp_path / "share", capacity=CAPACITY) for _ in range(2))
+    assert await store(one, keys_of(2)) == [True] * 2
+    assert await until(lambda: one._housekeeper.room.limit_bytes > 12 * ON_DISK)
+    one._housekeeper._turn = lambda: None  # stopped, as by SIGSTOP, or in a call that hangs
+    assert await until(lambda: two.usage().gauges["evictor"] and two.usage().gauges["hosts"] == 1)
+    assert await evictions(two)
+    await store(one, keys_of(60, "late"))
+    assert stored_bytes(tmp_path / "share") <= CAPACITY
+    del one._housekeeper._turn
+    assert await store_at_last(one, keys_of(2, "again"))
+    await one.close()
+    await two.close()
+
+
+@pytest.mark.parametrize("error", [errno.ESTALE, errno.EIO, errno.EACCES], ids=errno.errorcode.get)
+async def test_a_process_that_cannot_read_the_lease_says_it_once_and_tells_its_record(
+    tmp_path, caplog, error
+):
+    vfs = FailingVfs(0, error, sticky=True, when=lambda call, path: path.endswith(LEASE))
+    bad = open_folder(tmp_path / "share", vfs=vfs, capacity=CAPACITY)
+    good = open_folder(tmp_path / "share", capacity=CAPACITY)
+    assert await store(bad, keys_of(4)) == [True] * 4
+    assert await until(lambda: bad._housekeeper.room.limit_bytes > 12 * ON_DISK)
+    vfs.nth = vfs.calls + 1
+    assert await until(lambda: good.usage().gauges["evictor"])
+    assert await evictions(good)
+    assert good.usage().gauges["hosts"] == 2
+    assert bad.usage().gauges["evictor"] == 0
+    assert stored_bytes(tmp_path / "share") <= CAPACITY
+    assert bad.counters()["lease_unusable"] > 5
+    assert "housekeeping_failed" not in bad.counters()
+    told = [each.getMessage() for each in caplog.records if LEASE in each.getMessage()]
+    assert len(told) == 1
+    assert told[0].endswith(f"; {remedy_of(OSError(error, ''))}")
+    vfs.heal()
+    assert await store_at_last(bad, keys_of(2, "again"))
+    await bad.close()
+    await good.close()
+
+
+async def test_a_process_stores_on_while_the_lease_cannot_be_read_for_a_moment(
+    tmp_path, monkeypatch
+):
+    vfs = FailingVfs(0, errno.ESTALE, sticky=True, when=lambda call, path: path.endswith(LEASE))
+    monkeypatch.setattr(upkeep, "LEASE_S", 3600.0)
+    good = open_folder(tmp_path / "share", capacity=CAPACITY)
+    bad = open_folder(tmp_path / "share", vfs=vfs, capacity=CAPACITY)
+    assert await until(lambda: bad._housekeeper.room.limit_bytes > 12 * ON_DISK)
+    vfs.nth = vfs.calls + 1
+    assert await until(lambda: bad.counters().get("lease_unusable", 0) > 100)  # longer than DEAD_S
+    assert await store(bad, keys_of(12)) == [True] * 12
+    assert await until(lambda: good.usage().resident_bytes == 12 * ON_DISK)
+    await bad.close()
+    await good.close()
+
+
+async def test_a_failure_that_lasts_is_said_once_with_its_remedy(tmp_path, caplog):
+    vfs = FailingVfs(0, errno.EIO, sticky=True, when=lambda call, path: f"{HOSTS}/" in path)
+    backend = open_folder(tmp_path / "share", vfs=vfs)
+    vfs.nth = vfs.calls + 1
+    assert await until(lambda: backend.counters().get("housekeeping_failed", 0) > 5)
+    told = [each.getMessage() for each in caplog.records]
+    assert len(told) == 1
+    assert told[0].endswith("; see whether its server is well, then mount it again")
+    await backend.close()
