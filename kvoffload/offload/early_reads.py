@@ -1,9 +1,9 @@
 """Early reads: what a queued request needs and only a tier has comes while the request waits.
 
 The first requests of the queue come first. A tier's early reads, late ones included, keep a bounded
-part of host memory. None begins while the tier loads for a request that runs. They evict nothing
-that is kept for an earlier request. A load or store that lacks the room that they keep waits until
-they have ended, and none begins meanwhile.
+part of host memory, and count as its loads do. None begins while the tier loads for a request that
+runs, or keeps all that it may. They evict nothing that is kept for an earlier request. A load or
+store that lacks the room that they keep waits until they have ended, and none begins meanwhile.
 """
 
 from collections import Counter
@@ -120,7 +120,7 @@ class EarlyReads:
             return False
         kept_bytes, most_bytes = self._kept_bytes[tier.name], self._most_bytes(tier)
         room = min(most_bytes - kept_bytes, most_bytes // 2)
-        if (kept_bytes and room <= 0) or self._promises.is_loading(tier.name):
+        if (kept_bytes and room <= 0) or not self._promises.may_read_early(tier.name):
             return False
         if self._are_held_back():
             return False
@@ -179,6 +179,7 @@ class EarlyReads:
             self._stored_on(request.context),
         )
         self._kept_bytes[tier.name] += num_bytes
+        self._promises.reads_early(tier.name, num_bytes)
         self._jobs.begin(job)
 
     def ended(
@@ -196,10 +197,10 @@ class EarlyReads:
         self._queue.has_read(job.request, arrived)
         late_bytes = 0 if settled else self._host.bytes_of_all(job.failed(ok))
         self._kept_bytes[job.tier] -= job.num_bytes - late_bytes
-        self._promises.has_read_early(job.tier, late_bytes, any(ok))
+        self._promises.has_read_early(job.tier, job.num_bytes, late_bytes, any(ok))
         job.num_bytes = late_bytes
 
     def released(self, job: EarlyRead) -> None:
         """Take in that nothing writes to the slots of an answered read any more."""
         self._kept_bytes[job.tier] -= job.num_bytes
-        self._promises.has_read_early(job.tier, -job.num_bytes, False)
+        self._promises.released_early(job.tier, job.num_bytes)

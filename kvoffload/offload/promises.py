@@ -110,7 +110,7 @@ class _TierLoads:
     answered_s: float = -math.inf
     """When a load last brought something."""
     flying_bytes: int = 0
-    """Host memory that loads in flight keep."""
+    """Host memory that loads and early reads in flight keep."""
     late_bytes: int = 0
     """Host memory that answered loads keep, because a late read may still write to it."""
 
@@ -193,8 +193,7 @@ class Promises:
             return
         now_s = self._clock()
         for fetch in job.spec.fetches:
-            if (loads := self._loads.get(fetch.tier)) is None:
-                loads = self._loads[fetch.tier] = _TierLoads()
+            loads = self._loads.setdefault(fetch.tier, _TierLoads())
             num_bytes = self._host.bytes_of_all(fetch.keys)
             seconds = loads.times.seconds(num_bytes) or 0.0
             takes_turns = bool(self._host.turns)
@@ -256,21 +255,31 @@ class Promises:
 
     # ---- early reads ----
 
-    def is_loading(self, tier: str) -> bool:
-        """Whether a load of a running request is in flight from a tier."""
-        return (loads := self._loads.get(tier)) is not None and loads.in_flight > 0
+    def may_read_early(self, tier: str) -> bool:
+        """Whether a tier loads for no running request, and keeps less memory than it may."""
+        if (loads := self._loads.get(tier)) is None:
+            return True
+        return not loads.in_flight and loads.flying_bytes + loads.late_bytes < self.share_bytes
 
     def read_s(self, tier: str, num_bytes: int) -> float | None:
         """Return how long reading so many bytes takes by the last loads; None if unknown."""
         return loads.times.seconds(num_bytes) if (loads := self._loads.get(tier)) else None
 
-    def has_read_early(self, tier: str, late_bytes: int, has_arrived: bool) -> None:
-        """Note that a read for a queued request has ended, but may still write to some memory."""
-        if (loads := self._loads.get(tier)) is None:
-            loads = self._loads[tier] = _TierLoads()
+    def reads_early(self, tier: str, num_bytes: int) -> None:
+        """Note that a read for a queued request has begun."""
+        self._loads.setdefault(tier, _TierLoads()).flying_bytes += num_bytes
+
+    def has_read_early(self, tier: str, num_bytes: int, late_bytes: int, has_arrived: bool) -> None:
+        """Note that such a read has ended, but may still write to some of its memory."""
+        loads = self._loads[tier]
+        loads.flying_bytes -= num_bytes
         loads.late_bytes += late_bytes
         if has_arrived:
             loads.answered_s = self._clock()
+
+    def released_early(self, tier: str, late_bytes: int) -> None:
+        """Note that nothing writes to the memory of an answered read any more."""
+        self._loads[tier].late_bytes -= late_bytes
 
     # ---- decisions ----
 

@@ -223,6 +223,32 @@ def test_a_tier_that_hangs_keeps_its_budget_and_no_more():
     assert len(step(manager)) == 2
 
 
+def test_a_tier_whose_late_loads_keep_all_that_it_may_reads_nothing_early():
+    loaded, waits = keys("loaded", 40), keys("waits", 20)
+    manager = waiting_manager(Store([*loaded, *waits]))
+    late = manager.begin_load(loaded[:32], ReqContext("running"))
+    manager.complete(late, [False] * 32, settled=False, reason="deadline")
+    assert early_in_flight(manager, waits) == []
+    manager.release_slots(late.unsettled_slots([False] * 32), late.id)
+    assert step(manager)
+
+
+def test_loads_and_early_reads_in_flight_share_what_a_tier_may_keep():
+    """Half of host memory: it may be that none of them ends."""
+    loads, waits = [keys(name, 8) for name in "abcdef"], keys("waits", 20)
+    manager = waiting_manager(Store([*waits, *(key for chunks in loads for key in chunks)]))
+    reads = early_in_flight(manager, waits)
+    assert sum(len(job.keys) for job in reads) == 8
+    begun = []
+    for i, chunks in enumerate(loads):
+        if manager.lookup_prefix(chunks, ReqContext(f"r{i}")) == (8, False):
+            begun.append(manager.begin_load(chunks, ReqContext(f"r{i}")))
+    assert len(begun) == 3  # with the early reads they are half of host memory
+    assert manager.is_fetching(loads[-1])
+    end_all(manager, reads)
+    assert manager.lookup_prefix(loads[-1], ReqContext("r5")) == (8, False)
+
+
 def test_a_chunk_that_fails_ends_the_prefix_and_another_tier_may_have_it():
     a = keys("a", 6)
     near, far = Store(a), Store(a)
