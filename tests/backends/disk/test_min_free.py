@@ -31,6 +31,12 @@ def disk(monkeypatch):
     return SmallDisk
 
 
+@pytest.fixture
+def no_ticks(monkeypatch):
+    """Let only the test evict: the first tick comes at once, however long they are."""
+    monkeypatch.setattr(disk_housekeeper.Housekeeper, "_tick", lambda housekeeper: None)
+
+
 def open_small(root):
     return open_disk(root, vfs=SmallDisk(), min_free=ByteSize(MIN_FREE), quarantine=0)
 
@@ -64,9 +70,8 @@ async def test_the_background_evicts_what_lacks_and_no_more(tmp_path, disk, monk
     await backend.close()
 
 
-async def test_one_round_evicts_a_small_part_of_the_capacity_at_most(tmp_path, disk, monkeypatch):
+async def test_one_round_evicts_a_small_part_of_the_capacity_at_most(tmp_path, disk, no_ticks):
     """Some file systems free space seconds after a removal."""
-    monkeypatch.setattr(disk_housekeeper, "_TICK_S", 3600.0)
     backend = open_small(tmp_path)
     assert all(await write(backend, keys_of(40)))
     disk.others_bytes = 64 * ON_DISK
@@ -75,8 +80,7 @@ async def test_one_round_evicts_a_small_part_of_the_capacity_at_most(tmp_path, d
     await backend.close()
 
 
-async def test_stores_at_the_same_time_evict_one_shortage_once(tmp_path, disk, monkeypatch):
-    monkeypatch.setattr(disk_housekeeper, "_TICK_S", 3600.0)
+async def test_stores_at_the_same_time_evict_one_shortage_once(tmp_path, disk, no_ticks):
     settings = {"min_free": ByteSize(MIN_FREE), "quarantine": 0, "write_threads": 4}
     backend = open_disk(tmp_path, vfs=SmallDisk(), **settings)
     assert all(await write(backend, keys_of(40)))
