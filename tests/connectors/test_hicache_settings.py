@@ -40,6 +40,8 @@ def test_the_keys_are_those_under_vllm_and_sglangs_own_are_left_to_it(monkeypatc
         ({"tp_lcm_size": 8}, "tp_lcm_size.*--tp-size"),
         ({"load_timeout": 1}, "did you mean 'load_timeout_s'"),
         ({"load_timeout_s": "soon"}, "number of seconds"),
+        ({"load_timeout_s": 8.5}, "load_timeout_s.*at most 8 under SGLang"),
+        ({"lookup_timeout_s": 9}, "lookup_timeout_s.*at most 8 under SGLang"),
         ({"backends": [{"type": "dsk"}]}, "did you mean 'disk'"),
         ({"backends": [{**DISK, "capacty": 1}]}, "did you mean 'capacity'"),
         ({"backends": []}, "name a tier"),

@@ -19,6 +19,8 @@ OF_SGLANG = frozenset(
 )  # fmt: skip
 """Keys of the same object that SGLang reads."""
 _HOST = "host memory is HiCache's own: set --hicache-size or --hicache-ratio"
+LONGEST_CALL_S = 8.0
+"""When SGLang empties its caches, it waits 10 s for calls to end. Then its scheduler ends."""
 CLASS = {"module_path": "kvoffload.connectors.sglang", "class_name": "KVOffloadHiCache"}
 """Where SGLang finds the storage."""
 NOT_HERE = {
@@ -59,6 +61,16 @@ class HiCacheSettings(OffloadConfig, frozen=True, forbid_unknown_fields=True, kw
     those that other engines have stored. Set SGLang's ``--admin-api-key`` with it."""
     allow_untested_sglang: bool = False
     """True: go on with a newer version of SGLang than those that are tested."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("load_timeout_s", "lookup_timeout_s"):
+            if (seconds := getattr(self, name)) > LONGEST_CALL_S:
+                remedy = (
+                    f"must be at most {LONGEST_CALL_S:g} under SGLang, which ends itself if it "
+                    "empties its caches while a call lasts for 10 s"
+                )
+                raise ConfigError(name, seconds, remedy)
 
 
 def read_settings(extra: Mapping[str, Any]) -> HiCacheSettings:

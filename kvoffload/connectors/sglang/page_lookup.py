@@ -28,13 +28,23 @@ class PageLookup:
         self._asking = threading.Lock()
         """Held while a tier is asked or told: its methods are for one thread."""
 
-    def leading(self, keys: Sequence[bytes]) -> tuple[Counter[str], int]:
+    def deadline_s(self) -> float:
+        """Return when a call that begins now waits no more."""
+        return time.monotonic() + self._timeout_s
+
+    def leading(
+        self, keys: Sequence[bytes], until_s: float | None = None
+    ) -> tuple[Counter[str], int]:
         """Count the leading pages that tiers have.
+
+        Args:
+            keys: of the pages.
+            until_s: when to wait no more, if not by the timeout from now on.
 
         Returns:
             The pages by tier, and how many of them precede the first one that no index had.
         """
-        until_s = time.monotonic() + self._timeout_s
+        until_s = until_s or self.deadline_s()
         found: Counter[str] = Counter()
         count, num_listed = 0, len(keys)
         while True:
@@ -72,14 +82,17 @@ class PageLookup:
         rest = self._ask(tier, keys[1:], until_s)
         return 1 + next((i for i, there in enumerate(rest) if not there), len(rest))
 
-    def present(self, keys: Sequence[bytes], num_listed: int) -> list[bool]:
+    def present(
+        self, keys: Sequence[bytes], num_listed: int, until_s: float | None = None
+    ) -> list[bool]:
         """Tell of each page whether a tier has it.
 
         Args:
             keys: of pages that belong to those of a prefix, one each.
             num_listed: those of the prefix that an index had; see :meth:`leading`.
+            until_s: see :meth:`leading`.
         """
-        until_s = time.monotonic() + self._timeout_s
+        until_s = until_s or self.deadline_s()
         found = [False] * len(keys)
         for tier in self._tiers:
             while None in (held := self.holds(tier, keys)) and time.monotonic() < until_s:

@@ -104,25 +104,37 @@ class PageStore:
         """Count the leading pages that tiers have; wait for a store at most its lookup timeout."""
         return self.leading(keys)[0]
 
-    def leading(self, keys: Sequence[bytes]) -> tuple[int, int]:
+    def leading(self, keys: Sequence[bytes], until_s: float | None = None) -> tuple[int, int]:
         """Count them, and those that precede the first one which no index had."""
         if self._is_barred:
             return 0, 0
-        found, num_listed = self._lookup.leading(keys)
+        found, num_listed = self._lookup.leading(keys, until_s)
         self.figures.looked_up(found, len(keys))
         return found.total(), num_listed
 
-    def present(self, keys: Sequence[bytes], num_listed: int) -> list[bool]:
+    def present(
+        self, keys: Sequence[bytes], num_listed: int, until_s: float | None = None
+    ) -> list[bool]:
         """Tell of each page whether a tier has it; see :meth:`PageLookup.present`."""
-        return [False] * len(keys) if self._is_barred else self._lookup.present(keys, num_listed)
+        if self._is_barred:
+            return [False] * len(keys)
+        return self._lookup.present(keys, num_listed, until_s)
 
     # ---- loads ----
 
-    def load(self, keys: Sequence[bytes], pages: Sequence[Page]) -> list[bool]:
-        """Fill pages with what is stored under their keys, verified; False where nothing is."""
+    def load(
+        self, keys: Sequence[bytes], pages: Sequence[Page], until_s: float | None = None
+    ) -> list[bool]:
+        """Fill pages with what is stored under their keys, verified; False where nothing is.
+
+        Args:
+            keys: of the pages.
+            pages: to fill.
+            until_s: when to end, if not by the timeout of loads from now on.
+        """
         sizes = self._sizes(keys, pages)
         ok = [False] * len(keys)
-        until_s = time.monotonic() + self._config.load_timeout_s
+        until_s = until_s or time.monotonic() + self._config.load_timeout_s
         num_bars = self._num_bars
         if self._is_barred:
             self.figures.lose("load", "barred", len(keys))

@@ -9,6 +9,7 @@ import logging
 import re
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 from sglang.srt.mem_cache.hicache_storage import (
@@ -220,7 +221,8 @@ class KVOffloadHiCache(HiCacheStorage):  # type: ignore[misc]  # untyped base
     def _find(
         self, store: PageStore, keys: list[str], transfers: Sequence[Any]
     ) -> PoolTransferResult:
-        count, num_listed = store.leading(_page_keys(keys))
+        until_s = time.monotonic() + self._settings.lookup_timeout_s
+        count, num_listed = store.leading(_page_keys(keys), until_s)
         found = {PoolName.KV: count} if count else {}
         restorable = set(range(1, count + 1))
         for transfer in transfers:
@@ -229,7 +231,7 @@ class KVOffloadHiCache(HiCacheStorage):  # type: ignore[misc]  # untyped base
                 continue  # groups of blocks never limit a hit
             held = [False] * count
             if pool.fits:
-                held = store.present(pool.keys(keys[:count]), num_listed)
+                held = store.present(pool.keys(keys[:count]), num_listed, until_s)
             needed = count
             if transfer.hit_policy == PoolHitPolicy.TRAILING_PAGES:
                 needed = max(1, len(transfer.keys or ()))
@@ -267,7 +269,8 @@ class KVOffloadHiCache(HiCacheStorage):  # type: ignore[misc]  # untyped base
 
     def batch_get_v2(self, transfers: list[Any], extra_info: Any = None) -> dict[str, list[bool]]:
         """Load pages into the host pools of several kinds of state."""
-        return self._each_pool(transfers, self._load)
+        until_s = time.monotonic() + self._settings.load_timeout_s
+        return self._each_pool(transfers, partial(self._load, until_s=until_s))
 
     def batch_set_v2(self, transfers: list[Any], extra_info: Any = None) -> dict[str, list[bool]]:
         """Store pages of the host pools of several kinds of state."""
@@ -365,9 +368,15 @@ class KVOffloadHiCache(HiCacheStorage):  # type: ignore[misc]  # untyped base
             return _page_keys(names)
         return [hashlib.sha256(name.encode()).digest() + _GENERIC for name in names]
 
-    def _load(self, store: PageStore, keys: Sequence[bytes], pages: Sequence[Page]) -> list[bool]:
+    def _load(
+        self,
+        store: PageStore,
+        keys: Sequence[bytes],
+        pages: Sequence[Page],
+        until_s: float | None = None,
+    ) -> list[bool]:
         begun_s = time.monotonic()
-        ok = store.load(keys, pages)
+        ok = store.load(keys, pages, until_s)
         metrics = self._metrics
         self._measure(metrics.prefetch_pgs, metrics.prefetch_bandwidth, pages, ok, begun_s)
         return ok

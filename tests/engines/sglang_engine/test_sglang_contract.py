@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 import threading
+import unittest.mock
 from urllib.error import URLError
 
 import pytest
@@ -24,7 +25,9 @@ from kvoffload.cli.top import fetch, of_page
 from kvoffload.connectors.sglang import KVOffloadHiCache, storage
 from kvoffload.connectors.sglang.page_facts import check_version, warn_of_small_pages
 from kvoffload.errors import ConfigError
+from kvoffload.testing import Plan
 from tests.engines.sglang_engine.host_pools import PAGE, WIDTH, Pool, hashes, stored, tokens
+from tests.support.planned_store import installed
 from tests.support.redis_server import free_port
 
 
@@ -166,6 +169,37 @@ def test_side_pools_restore_prefixes_by_their_policies(attach, until):
     wanted = PoolTransfer(PoolName.MAMBA, tokens([30, 31]), keys=[keys[5], keys[4]])
     assert hicache.batch_get_v2([wanted]) == {PoolName.MAMBA: [True, False]}
     assert torch.equal(state.buffer[:, 30], state.buffer[:, 5])
+
+
+def test_pools_of_one_call_share_its_time(attach, until, tmp_path, monkeypatch):
+    """SGLang ends itself if it empties its caches while a call lasts for 10 s."""
+    planned = installed(tmp_path, monkeypatch)
+    pools = [PoolName.INDEXER, PoolName.SWA, PoolName.DRAFT]
+    backend = {"type": "planned", **planned.options}
+    limits = {"load_timeout_s": 2.0}
+    hicache = attach(Pool(), {name: Pool() for name in pools}, [backend], extra=limits)
+    keys = stored(hicache, 4, until)
+    asked = [PoolTransfer(name, tokens(range(4)), keys=keys) for name in pools]
+    until(lambda: hicache.batch_set_v2(asked) == dict.fromkeys(pools, [True] * 4))
+    until(lambda: hicache.batch_exists_v2(keys, asked).kv_hit_pages == 4)
+    planned.set(Plan("hang", frozenset({"read"})))
+    with unittest.mock.patch.object(
+        hicache._store._client, "load", wraps=hicache._store._client.load
+    ) as ordered:
+        assert hicache.batch_get_v2(asked) == dict.fromkeys(pools, [False] * 4)
+    assert ordered.call_count == 1
+    assert hicache._store.figures.by_event()["load_deadline"] == 12
+    planned.set()
+    waits = set()
+
+    def present(keys, num_listed, until_s=None):
+        waits.add(until_s)
+        return [True] * len(keys)
+
+    monkeypatch.setattr(hicache._store._lookup, "present", present)
+    assert hicache.batch_exists_v2(keys, asked).kv_hit_pages == 4
+    (until_s,) = waits
+    assert until_s is not None
 
 
 def test_pages_of_side_pools_and_flat_pages_are_in_sglangs_metrics(attach, until):
