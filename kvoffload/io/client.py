@@ -201,9 +201,7 @@ class IOClient:
         """Ask this server and each later one for its memory, for loads with a borrower."""
         with self._link.lock:  # a server that is started again is asked by this call, or at once
             self._borrows = True
-            must_wake = self._link.push(frame(Borrow()))
-        if must_wake:
-            self._link.wake()
+            self._link.push(frame(Borrow()))
 
     def remove(self, tier: str, keys: Sequence[bytes]) -> None:
         """Begin removing chunks from a store; nothing tells when that is done."""
@@ -228,25 +226,20 @@ class IOClient:
                 late = {number: self._awaited.get(number, []) for number in self._untold}
                 requests = list((late | dict(requests)).items())
                 self._untold = set()
-            must_wake = bool(requests) and link.push(frame(Await(requests)))
-        if must_wake:
-            link.wake()
+            if requests:
+                link.push(frame(Await(requests)))
 
     def expects(self, returns: list[ToldReturn]) -> None:
         """Tell the stores when sessions need their chunks again; a hint, which may be dropped."""
-        link = self._link
-        with link.lock:  # a store that opens is told either by this call, or of it
+        with self._link.lock:  # a store that opens is told either by this call, or of it
             self._returns.note(returns)
-            must_wake = not link.is_clogged and link.push(frame(Expect(returns)))
-        if must_wake:
-            link.wake()
+            if not self._link.is_clogged:
+                self._link.push(frame(Expect(returns)))
 
     def _send_forgotten(self, tier: RemoteTier) -> None:
         with self._link.lock:  # no other thread has taken keys that it has yet to send
-            keys = tier.take_forgotten()
-            must_wake = bool(keys) and self._link.push(frame(Forget(tier.name, keys)))
-        if must_wake:
-            self._link.wake()
+            if keys := tier.take_forgotten():
+                self._link.push(frame(Forget(tier.name, keys)))
 
     def _begin(
         self,
@@ -261,8 +254,8 @@ class IOClient:
                 due_s = now_s + timeout_s
                 job = IOJob(order, listener, borrower, timeout_s, now_s, due_s)
                 self._jobs.unanswered[order.job] = job
-            must_wake = link.push(data) or (is_up and timeout_s < PATIENT_S)
-        if must_wake:
+            link.push(data)
+        if is_up and timeout_s < PATIENT_S:
             link.wake()
         if not is_up:
             listener.ended(bytes(len(order.keys)), "io_died", True, 0.0)
@@ -430,10 +423,8 @@ class IOClient:
 
         def release() -> None:
             with self._link.lock:  # another server has other loans of these numbers
-                is_there = self._memory is memory
-                must_wake = is_there and self._link.push(frame(Release(message.loan)))
-            if must_wake:
-                self._link.wake()
+                if self._memory is memory:
+                    self._link.push(frame(Release(message.loan)))
 
         loan = memory.borrow(message.numbers, message.starts, release)
         if (job := self._jobs.arriving(message.job)) and job.borrower is not None:

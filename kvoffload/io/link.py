@@ -44,31 +44,34 @@ class Link:
         self._sock, self.is_up = None, False
         self._out.clear()
 
-    def push(self, data: bytes) -> bool:
-        """Send what the socket takes; return whether to :meth:`wake` the receiving thread.
+    def push(self, data: bytes) -> None:
+        """Send as :meth:`send`, for a caller that holds the lock.
 
-        The caller holds the lock. Without a socket the bytes are dropped.
+        Without a socket the bytes are dropped.
         """
         sent = 0
         if self._sock is None:
-            return False
+            return
         if not self._out:
             # The receiving thread notices a broken socket.
             with contextlib.suppress(OSError):
                 sent = self._sock.send(data)
         self._out += data[sent:]
-        return sent < len(data)
+        if sent < len(data):
+            self._wake()
 
     def send(self, data: bytes) -> None:
-        """Send from any thread."""
+        """Send what the socket takes, from any thread; wake the receiving thread for the rest."""
         with self.lock:
-            must_wake = self.push(data)
-        if must_wake:
-            self.wake()
+            self.push(data)
 
     def wake(self) -> None:
         """Let :meth:`receive` return; from any thread."""
-        with self.lock, contextlib.suppress(BlockingIOError):  # a full pipe wakes as well
+        with self.lock:
+            self._wake()
+
+    def _wake(self) -> None:
+        with contextlib.suppress(BlockingIOError):  # a full pipe wakes as well
             if self._wake_fd >= 0:
                 os.write(self._wake_fd, b"\0")
 

@@ -241,7 +241,7 @@ def test_each_tier_removes_each_generation_once(rig, two_disks, until, monkeypat
 
     def note(data):
         told.append(dict(client.opening.forgotten))
-        return push(data)
+        push(data)
 
     monkeypatch.setattr(client._link, "push", note)
     names = [NAMESPACE, *(f"{i:064}" for i in range(1, 11))]

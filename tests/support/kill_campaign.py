@@ -269,9 +269,8 @@ def engine_hooks(point, nth):
         if is_due(f"{data.name}:half"):
             push(self, bytes(data[: len(data) // 2]))
             die()
-        must_wake = push(self, data)
+        push(self, data)
         reach(f"{data.name}:sent")
-        return must_wake
 
     def hooked_take(self, message):
         name = type(message).__name__
