@@ -18,7 +18,6 @@ from kvoffload.io.deadlines import (
     IDLE_TICK_S,
     PATIENT_S,
     TICK_S,
-    Borrower,
     IOJob,
     IOJobs,
     Listener,
@@ -163,20 +162,21 @@ class IOClient:
         sizes: int | list[int],
         listener: Listener,
         tenants: Sequence[bytes] = (),
-        borrower: Borrower | None = None,
+        *,
+        may_borrow: bool = False,
     ) -> None:
         """Begin reading chunks into slots; never waits.
 
-        With a borrower, chunks that are in a server's memory are lent to it, and their slots stay
-        as they are.
+        A listener that may borrow is lent chunks that are in a server's memory: their slots stay as
+        they are.
 
         Raises:
             KeyError: there is no such tier.
         """
-        may_lend, name = borrower is not None and self._memory is not None, self.tiers[tier].name
+        may_lend, name = may_borrow and self._memory is not None, self.tiers[tier].name
         number, told = next(self._numbers), list(tenants)
         order = Load(number, name, list(keys), list(slots), sizes, told, may_lend)
-        self._begin(order, listener, self._load_timeout_s, borrower)
+        self._begin(order, listener, self._load_timeout_s)
 
     def store(
         self,
@@ -198,7 +198,7 @@ class IOClient:
         self._begin(order, listener, self._store_timeout_s)
 
     def borrow(self) -> None:
-        """Ask this server and each later one for its memory, for loads with a borrower."""
+        """Ask this server and each later one for its memory, for loads that may borrow."""
         with self._link.lock:  # a server that is started again is asked by this call, or at once
             self._borrows = True
             self._link.push(frame(Borrow()))
@@ -241,18 +241,12 @@ class IOClient:
             if keys := tier.take_forgotten():
                 self._link.push(frame(Forget(tier.name, keys)))
 
-    def _begin(
-        self,
-        order: Load | Store,
-        listener: Listener,
-        timeout_s: float,
-        borrower: Borrower | None = None,
-    ) -> None:
+    def _begin(self, order: Load | Store, listener: Listener, timeout_s: float) -> None:
         data, link, now_s = frame(order), self._link, time.monotonic()
         with link.lock:  # a server that dies either takes this job with it, or is known to be dead
             if is_up := link.is_up:
                 due_s = now_s + timeout_s
-                job = IOJob(order, listener, borrower, timeout_s, now_s, due_s)
+                job = IOJob(order, listener, timeout_s, now_s, due_s)
                 self._jobs.unanswered[order.job] = job
             link.push(data)
         if is_up and timeout_s < PATIENT_S:
@@ -427,8 +421,8 @@ class IOClient:
                     self._link.push(frame(Release(message.loan)))
 
         loan = memory.borrow(message.numbers, message.starts, release)
-        if (job := self._jobs.arriving(message.job)) and job.borrower is not None:
-            job.borrower.lent(loan)
+        if job := self._jobs.arriving(message.job):
+            job.listener.lent(loan)
         else:  # it was answered meanwhile
             loan.end()
 

@@ -35,8 +35,18 @@ class Listener(Protocol):
     """
 
     def arrived(self, numbers: Sequence[int]) -> None:
-        """Take in that these chunks of a load are verified in their slots."""
-        ...
+        """Take in that these chunks of a load are verified in their slots.
+
+        By default it is of no use before the end.
+        """
+        return
+
+    def lent(self, loan: Loan) -> None:
+        """Take in verified chunks in the server's memory, of a load that may borrow.
+
+        End the loan once they are copied, whatever happens.
+        """
+        loan.end()
 
     def ended(self, ok: bytes, reason: str, settled: bool, io_time_s: float) -> None:
         """Take in the one answer; if it is not settled, the server may still use the slots."""
@@ -47,24 +57,12 @@ class Listener(Protocol):
         ...
 
 
-class Borrower(Protocol):
-    """A listener that copies chunks out of the server's memory itself."""
-
-    def lent(self, loan: Loan) -> None:
-        """Take in verified chunks, and end the loan once they are copied, whatever happens.
-
-        The client's thread calls it. It neither waits nor raises.
-        """
-        ...
-
-
 @dataclass(eq=False)
 class IOJob:
     """A load or store that a server carries out."""
 
     order: Load | Store
     listener: Listener
-    borrower: Borrower | None
     timeout_s: float
     begun_s: float
     due_s: float

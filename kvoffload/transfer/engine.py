@@ -13,6 +13,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
 from kvoffload.io.client import IOClient
+from kvoffload.io.deadlines import Listener
 from kvoffload.messages import (
     BackendLoadStoreSpec,
     CPULoadStoreSpec,
@@ -49,11 +50,10 @@ FAILURES = ("missing", "corrupt", "late", "unavailable", "deadline", "io_died", 
 
 
 @dataclass(eq=False)
-class EngineJob:
+class EngineJob(Listener):
     """A transfer in flight; its answer is ready when ``io_done`` is set and all fences are done.
 
-    A write to a tier or an early read reports to it (:class:`kvoffload.io.deadlines.Listener`), and
-    so do the parts of a load (:class:`kvoffload.transfer.tier_load.LoadProgress`).
+    It listens to a write to a tier or an early read. The parts of a load report to it.
     """
 
     job_id: int
@@ -91,11 +91,13 @@ class EngineJob:
     # ---- on the I/O client's thread ----
 
     def copied(self, fence: CopyFence, positions: Sequence[int]) -> None:
+        """Take in that the copies of these chunks were launched."""
         for i in positions:
             self.ok[i] = True
         self.fences.append((fence, positions))
 
     def part_ended(self, reason: str, settled: bool, io_time_s: float) -> None:
+        """Take in that a read or write has ended, and why chunks of it are missing."""
         with self.lock:
             now_s = time.monotonic()
             self.io_begun_s = min(self.io_begun_s, now_s - io_time_s)
@@ -107,9 +109,6 @@ class EngineJob:
             if not self.parts_left:
                 self.settled = not self.unsettled
                 self.io_done.set()
-
-    def arrived(self, numbers: Sequence[int]) -> None:
-        """Do nothing: an early read is of use when it has ended."""
 
     def ended(self, ok: bytes, reason: str, settled: bool, io_time_s: float) -> None:
         """Take in the answer of a write or an early read."""

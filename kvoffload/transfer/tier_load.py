@@ -7,35 +7,23 @@ read and verified, so reads and copies of a load run at the same time.
 import logging
 import threading
 from collections.abc import Iterator, Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from kvoffload.io.client import IOClient
+from kvoffload.io.deadlines import Listener
 from kvoffload.io.lent_memory import Loan
 from kvoffload.messages import Fetch, OffloadKey
 from kvoffload.transfer.base import Copier, CopiesFromAnywhere, CopyFence, Fence
 from kvoffload.transfer.layout import ChunkLayout, Moves
+
+if TYPE_CHECKING:
+    from kvoffload.transfer.engine import EngineJob
 
 log = logging.getLogger(__name__)
 
 
 _FINAL = ("deadline", "shutdown", "io_died", "refused_transfer")
 """Reasons after which no further part of a load begins in the same slots."""
-
-
-class LoadProgress(Protocol):
-    """What the parts of a load report to; see :class:`kvoffload.transfer.engine.EngineJob`."""
-
-    def copied(self, fence: CopyFence, positions: Sequence[int]) -> None:
-        """Take in that the copies of these chunks were launched."""
-        ...
-
-    def part_ended(self, reason: str, settled: bool, io_time_s: float) -> None:
-        """Take in that a part has ended, and why chunks of it are missing."""
-        ...
-
-    def released(self) -> None:
-        """Take in that the slots of an unsettled part are free."""
-        ...
 
 
 class TierLoad:
@@ -58,7 +46,7 @@ class TierLoad:
 
     def __init__(
         self,
-        job: LoadProgress,
+        job: "EngineJob",
         fetches: Sequence[Fetch],
         moves: Moves,
         layout: ChunkLayout,
@@ -93,7 +81,7 @@ class TierLoad:
         """The parts that wait for no other: begin them, and the rest will follow."""
 
 
-class _Part:
+class _Part(Listener):
     """One read of a load, and the copies of its chunks."""
 
     def __init__(
@@ -119,9 +107,9 @@ class _Part:
         """Begin the read."""
         try:
             sizes = self._load.layout.sizes(self._keys)
-            borrower = self if self._load.borrowing else None
-            load = self._load.io.load
-            load(self._tier, self._keys, self.slots, sizes, self, self._tenants, borrower)
+            chunks = self._keys, self.slots, sizes, self, self._tenants
+            may_borrow = self._load.borrowing is not None
+            self._load.io.load(self._tier, *chunks, may_borrow=may_borrow)
         except Exception:
             log.exception("a read of %d chunks could not begin", len(self._keys))
             self.ended(bytes(len(self._keys)), "refused_transfer", True, 0.0)

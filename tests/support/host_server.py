@@ -49,8 +49,8 @@ while True:
         job.over.wait()
     else:
         job.has_loan = lambda: reach("lent")
-        borrower = job if rng.random() < 0.8 else None
-        client.load("serve", keys, range(16), SIZE, job, borrower=borrower)
+        may_borrow = rng.random() < 0.8
+        client.load("serve", keys, range(16), SIZE, job, may_borrow=may_borrow)
         reach("asked")
         job.over.wait()
         if job.loans and point == "held":
@@ -69,7 +69,7 @@ while True:
             loan.end()
             reach("ended")
         if job.loans and point == "left":  # with a loan that ends only with the process
-            client.load("serve", keys, range(16), SIZE, Job(), borrower=Job())
+            client.load("serve", keys, range(16), SIZE, Job(), may_borrow=True)
             client.close()
             os.kill(os.getpid(), signal.SIGKILL)
 """

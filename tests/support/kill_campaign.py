@@ -128,7 +128,7 @@ class Engine:
 
     def _load(self, keys, by_slot, is_cancelled):
         job = Job()
-        self.client.load("serve", keys, range(SLOTS), SIZE, job, borrower=job if by_slot else None)
+        self.client.load("serve", keys, range(SLOTS), SIZE, job, may_borrow=by_slot)
         if is_cancelled:
             number = max(list(self.client._jobs.unanswered), default=0)
             self.client._link.send(client.frame(Cancel(number)))
@@ -213,7 +213,7 @@ def die_as_engine(path, point, seed, namespace, pipe):
         engine = Engine(path, namespace, lambda name: _hooks.reach(name))
         for _ in range(3 if point.startswith(("leave", "close")) else STEPS):
             engine.step(rng)
-        engine.client.load("serve", [key_of(0)] * SLOTS, range(SLOTS), SIZE, Job(), borrower=Job())
+        engine.client.load("serve", [key_of(0)] * SLOTS, range(SLOTS), SIZE, Job(), may_borrow=True)
         engine.close()
         pipe.send(f"{point} was never reached")
     except BaseException as error:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from queue import SimpleQueue
 
 from kvoffload.connectors.sglang.staging_slots import LateSlots, Lease
+from kvoffload.io.deadlines import Listener
 
 
 @dataclass(frozen=True)
@@ -18,8 +19,8 @@ class News:
     reason: str = ""
 
 
-class PageJob:
-    """A load or store of some pages of a call; a listener of the I/O client.
+class PageJob(Listener):
+    """A load or store of some pages of a call.
 
     Args:
         places: of its pages in the call.
