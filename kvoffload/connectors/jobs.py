@@ -6,7 +6,7 @@ from operator import and_
 
 from kvoffload.connectors.spans import Spans
 from kvoffload.messages import TransferResult
-from kvoffload.offload.base import Job, LoadJob, Manager, StoreJob
+from kvoffload.offload.base import Job, Manager, StoreJob
 
 
 class JobTable(dict[int, Job]):
@@ -85,11 +85,9 @@ class JobTable(dict[int, Job]):
             self._using[block].remove(job_id)
             if not self._using[block]:
                 del self._using[block]
-        if isinstance(job, LoadJob):
-            self._manager.promises.measured(job)
-        if job.stale:
-            job.ok = (False,) * len(job.keys)
-        self._manager.complete(job, job.ok, not job.ranks_unsettled, job.reason)
+        told = (False,) * len(job.keys) if job.stale else job.ok
+        self._manager.complete(job, told, not job.ranks_unsettled, job.reason)
+        job.ok = told
         if self._spans is not None:
             self._spans.job_ended(job)
         if job.ranks_unsettled:

@@ -154,7 +154,7 @@ class Manager(Protocol):
     figures: "ManagerFigures"
     """What connectors measure."""
     promises: "Promises"
-    """Which loads are worth their time; connectors ask, and report how long loads take."""
+    """Which loads are worth their time; connectors ask."""
     waiting: "WaitingQueue"
     """What queued requests need next."""
     coming: "ComingSessions"

@@ -103,7 +103,7 @@ class TieredOffloadingManager(OffloadingManager):
         self.promises = Promises(
             host, self._tiers_of, self.figures.lookups, load_timeout_s, len(self.tiers)
         )
-        """Which loads are worth their time; connectors ask, and report how long loads take."""
+        """Which loads are worth their time; connectors ask."""
         self._events = EventLog(self.counters, self.figures.removals)
         self._jobs = JobsInFlight(self.counters)
         self._num_resets = 0
@@ -204,7 +204,9 @@ class TieredOffloadingManager(OffloadingManager):
             spec, sources, covered = CPULoadStoreSpec(slots), dict[OffloadKey, Tier](), tuple(keys)
         else:
             self._host.own(keys, (req_context or NO_REQUEST).tenant)
-            spec, sources = self._staging.plan(keys, self._tiers_of(req_context))
+            tiers = self._tiers_for(hints.load_tiers)
+            allowed = self.promises.allowed(tiers, request_id(req_context))
+            spec, sources = self._staging.plan(keys, allowed)
             self._host.disown(keys)
             covered = tuple(keys[: len(spec.block_ids)])
             self.counters["load_refused"] += len(keys) - len(covered)
@@ -373,7 +375,6 @@ class TieredOffloadingManager(OffloadingManager):
             self._write_through.settled(transfer)
         else:
             self._late[transfer.id] = transfer
-        self._write_through.begin()
         self._retirement.landed(transfer.keys)
 
     def release_slots(self, host_slots: Iterable[int], job_id: int = 0) -> None:
@@ -388,7 +389,6 @@ class TieredOffloadingManager(OffloadingManager):
             self._early.released(job)
         elif job is not None:
             self._write_through.settled(job)
-            self._write_through.begin()
         self._retirement.landed([key for chunks in released for key in chunks or ()])
 
     # ---- the same by keys ----

@@ -206,16 +206,19 @@ class Promises:
             loads.in_flight += 1
             loads.declines = 0
 
-    def measured(self, job: LoadJob) -> None:
-        """Note how long a load took that is about to end, as the job says.
+    def ended(self, job: LoadJob, late: Collection[OffloadKey] = ()) -> None:
+        """Note that a load has ended, though late reads may still write to these chunks' slots.
 
-        One that brought nothing tells nothing, nor does one that ended at its deadline.
+        The job says how long it took. One that brought nothing tells nothing, nor does one that
+        ended at its deadline.
         """
-        if not job.reads:
-            return
         now_s, arrived = self._clock(), sum(job.ok) / max(1, len(job.ok))
-        for name, (num_bytes, expected_s, _) in job.reads.items():
+        for name, (num_bytes, expected_s, kept_bytes) in job.reads.items():
             loads = self._loads[name]
+            loads.in_flight -= 1
+            loads.flying_bytes -= kept_bytes
+            loads.queue_s -= expected_s
+            loads.free_s = min(loads.free_s, now_s + loads.queue_s)
             # Loads that run at the same time share the tier: a second counts for one of them.
             busy_s = min(job.seconds, now_s - loads.ended_s)
             loads.ended_s = now_s
@@ -226,15 +229,6 @@ class Promises:
                 if loads.is_probing and 2 * busy_s < expected_s:
                     loads.times = LoadTimes()
                 loads.times.add(num_bytes * arrived, busy_s)
-
-    def ended(self, job: LoadJob, late: Collection[OffloadKey] = ()) -> None:
-        """Note that a load has ended, though late reads may still write to these chunks' slots."""
-        for name, (_, expected_s, kept_bytes) in job.reads.items():
-            loads = self._loads[name]
-            loads.in_flight -= 1
-            loads.flying_bytes -= kept_bytes
-            loads.queue_s -= expected_s
-            loads.free_s = min(loads.free_s, self._clock() + loads.queue_s)
         job.reads.clear()
         if late and isinstance(job.spec, StagedLoadStoreSpec):
             for fetch in job.spec.fetches:

@@ -230,11 +230,12 @@ class WriteThrough:
         self._dropped(keys)
 
     def settled(self, transfer: WriteJob) -> None:
-        """Take in that nothing reads for an answered transfer any more.
+        """Take in that nothing reads for an answered transfer any more; begin the next ones.
 
         Until then its bytes count: a tier that hangs has its share alone.
         """
         self._kept_bytes[transfer.tier] -= transfer.num_bytes
+        self.begin()
 
     def forget_waiting(self) -> None:
         """Drop all waiting chunks uncounted."""

@@ -153,7 +153,6 @@ class Walk(ManagerTruth):
         if by_job:
             self.now_s += which
             job.ok, job.seconds, job.reason = ok, which, "missing"
-            self.manager.promises.measured(job)
             self.answer(self.manager.complete, job, ok, settled, "missing")
         else:
             self.answer(self.manager.complete_load, bad, context, False, settled, "missing")

@@ -174,7 +174,6 @@ def test_a_tier_that_answered_and_then_hangs_keeps_half_and_the_load_that_goes_b
     manager.promises._clock = lambda: now_s
     (first,), _ = begin(manager, prompts[:1])
     first.ok, first.seconds = (True,) * 3, 0.1
-    manager.promises.measured(first)
     manager.complete(first, [True] * 3)
     now_s += 5.0
     hung, waiting = begin(manager, prompts[1:])

@@ -51,7 +51,6 @@ class Engine:
     def end(self, job, seconds, ok=None, reason=""):
         ok = ok or (True,) * len(job.keys)
         job.ok, job.seconds, job.reason = ok, seconds, reason
-        self.manager.promises.measured(job)
         self.manager.complete(job, ok, reason=reason)
         self.manager.reset_cache()  # the chunks are on the tier alone again
 
