@@ -40,7 +40,7 @@ def _lookup_row(num_ranks: int) -> Row:
         index.apply(rank, _keys(INDEXED), [])
         index.completed(rank)
     host = HostCache(2 * CHUNKS, LRUPolicy(2 * CHUNKS))
-    manager = TieredOffloadingManager(host, [Tier("disk", index, index)])
+    manager = TieredOffloadingManager(host, [Tier("disk", index)])
 
     def look_up() -> float:
         keys, context = _keys(CHUNKS), ReqContext("r")

@@ -221,7 +221,7 @@ class TieredOffloadingSpec(OffloadingSpec):
         return TransferEngine(self.io, self._slab, layout, copier, keeps_slots=keeps_slots)
 
     def _manager_tiers(self) -> tuple[Tier, ...]:
-        return tuple(Tier(name, tier, tier) for name, tier in self.tiers.items())
+        return tuple(Tier(name, tier) for name, tier in self.tiers.items())
 
     def renew(self, manager: Manager, generation: str) -> None:
         """Give the stores a new namespace, because stored bytes no longer mean the same.

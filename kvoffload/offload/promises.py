@@ -16,7 +16,7 @@ from kvoffload.metrics.names import PREFILL_RATE
 from kvoffload.metrics.samples import Sample
 from kvoffload.offload.base import LoadJob, Read, ReqContext
 from kvoffload.offload.host_cache import HostCache
-from kvoffload.offload.tiers import Tier, first_holder
+from kvoffload.offload.tiers import Presence, Tier, first_holder
 
 TOO_SLOW = "too_slow"
 """Loading takes longer than computing."""
@@ -128,14 +128,17 @@ class _TierLoads:
         return now_s >= self.ended_s + PROBE_S
 
 
-class _FullTier(Tier):
-    """A tier that has enough to load: what it has, it may have later."""
+class _Full(Presence):
+    """The presence of a tier that has enough to load: what it has, it may have later."""
 
-    def holds(self, key: OffloadKey) -> bool | None:
-        return False if super().holds(key) is False else None
+    def __init__(self, presence: Presence) -> None:
+        self._presence = presence
 
-    def num_leading(self, keys: Sequence[OffloadKey]) -> int:
-        return 0
+    def holds(self, key: bytes) -> bool | None:
+        return False if self._presence.holds(key) is False else None
+
+    def forget(self, keys: Sequence[bytes]) -> None:
+        self._presence.forget(keys)
 
 
 class Promises:
@@ -338,7 +341,7 @@ class Promises:
         if declined := self._declined.get(req_id) if self._declined else None:
             tiers = tuple(tier for tier in tiers if tier.name not in declined)
         if any(map(self._is_full, tiers)):
-            return tuple(_FullTier(t.name, t.presence) if self._is_full(t) else t for t in tiers)
+            return tuple(Tier(t.name, _Full(t.presence)) if self._is_full(t) else t for t in tiers)
         return tiers
 
     def has_full(self, tiers: Iterable[Tier]) -> bool:

@@ -111,7 +111,7 @@ class Staging:
             if source and not fine:
                 ended.missed.append(key)
                 if not job.stale:
-                    source.forget(key)
+                    source.forget((key,))
             if name in host.fetching:
                 slot = host.fetching.pop(name)
                 if fine and self._caching:

@@ -1,13 +1,11 @@
 """Stores below host memory: asks which has a chunk, and writes stored chunks through to them."""
 
-import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from itertools import takewhile
 from operator import is_not
-from typing import Protocol, runtime_checkable
+from typing import Protocol
 
 from kvoffload.backends.base import Removal
 from kvoffload.messages import BackendLoadStoreSpec, CPULoadStoreSpec, OffloadKey
@@ -17,84 +15,49 @@ from kvoffload.offload.base import WriteJob
 from kvoffload.offload.host_cache import HostCache
 from kvoffload.offload.in_flight import JobsInFlight
 
-log = logging.getLogger(__name__)
-
 WHILE_LOADING = 4
 """While a load from a tier is in flight, write-through gets this part of its limit."""
 
 
 class Presence(Protocol):
-    """What the manager asks about a tier's chunks; it answers at once, without I/O."""
+    """What the manager asks about a tier's chunks.
+
+    Each call looks at tables of this process and answers at once. None does I/O or raises.
+    """
 
     def holds(self, key: bytes) -> bool | None:
         """Return True, False, or None for "ask again" until the lookup deadline at most."""
         ...
 
+    def num_leading(self, keys: Sequence[bytes]) -> int:
+        """Count leading keys for which ``holds`` answers True; 0 if it must be asked for each."""
+        return 0
+
     def forget(self, keys: Sequence[bytes]) -> None:
         """Answer False for these keys, whose load just failed, until they are written again."""
         ...
 
-
-class RemovalSource(Protocol):
-    """What reports the chunks that left a tier."""
-
-    def take_removals(self) -> list[Removal]: ...
-
-
-@runtime_checkable
-class PrefixCount(Protocol):
-    """Optional for a presence: looks up a prompt in one call."""
-
-    def num_leading(self, keys: Sequence[bytes]) -> int:
-        """Count the leading keys for which ``holds`` answers True."""
-        ...
-
-
-@dataclass(frozen=True, eq=False)
-class Tier:
-    """A store below host memory; an exception of a plug-in counts as a miss."""
-
-    name: str
-    presence: Presence
-    removals: RemovalSource | None = None
-    medium: str = field(init=False)
-    """The name in events."""
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "medium", self.name.upper())
-
-    def holds(self, key: OffloadKey) -> bool | None:
-        """Ask the store's presence: True, False, or None for "ask again"."""
-        try:
-            return self.presence.holds(key)
-        except Exception:
-            log.exception("%s: looking up a chunk failed; taken as a miss", self.name)
-            return False
-
-    def num_leading(self, keys: Sequence[OffloadKey]) -> int:
-        """Count leading chunks that the store has; 0 if they must be asked for one by one."""
-        if not isinstance(self.presence, PrefixCount):
-            return 0
-        try:
-            return self.presence.num_leading(keys)
-        except Exception:
-            log.exception("%s: looking up chunks failed; taken as a miss", self.name)
-            return 0
-
-    def forget(self, key: OffloadKey) -> None:
-        """Let the store's presence answer False for a chunk that could not be loaded."""
-        try:
-            self.presence.forget([key])
-        except Exception:
-            log.exception("%s: forgetting a chunk failed", self.name)
-
     def take_removals(self) -> list[Removal]:
-        """Return the chunks that the store removed by itself."""
-        try:
-            return self.removals.take_removals() if self.removals else []
-        except Exception:
-            log.exception("%s: reporting removals failed", self.name)
-            return []
+        """Return the chunks that left the tier by itself since the last call."""
+        return []
+
+
+class Tier:
+    """A store below host memory, for as long as its chunks mean the same.
+
+    Args:
+        name: of the tier.
+        presence: tells what the store has.
+    """
+
+    def __init__(self, name: str, presence: Presence) -> None:
+        self.name = name
+        self.medium = name.upper()
+        """The name in events."""
+        self.presence = presence
+        # The presence's own methods: a lookup calls them for each chunk of a prompt.
+        self.holds, self.num_leading = presence.holds, presence.num_leading
+        self.forget, self.take_removals = presence.forget, presence.take_removals
 
 
 def first_holder(key: OffloadKey, tiers: Iterable[Tier]) -> tuple[Tier | None, bool | None]:

@@ -174,7 +174,7 @@ def test_a_prompt_costs_a_few_steps_a_chunk_whatever_the_number_of_ranks():
             for rank in range(num_ranks):
                 index.apply(rank, keys, [])
             manager = TieredOffloadingManager(
-                HostCache(count, LRUPolicy(count)), [Tier("disk", index, index)]
+                HostCache(count, LRUPolicy(count)), [Tier("disk", index)]
             )
             lookup = partial(manager.lookup_prefix, keys)
             assert lookup() == (count, False)

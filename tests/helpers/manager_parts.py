@@ -5,6 +5,7 @@ from kvoffload.metrics.samples import as_data
 from kvoffload.offload.base import ReqContext, make_offload_key
 from kvoffload.offload.host_cache import HostCache
 from kvoffload.offload.manager import Tier, TieredOffloadingManager
+from kvoffload.offload.tiers import Presence
 from kvoffload.policies.lru import LRUPolicy
 from kvoffload.policies.tenant_order import TenantOrder, TenantShares
 
@@ -13,7 +14,7 @@ def keys(prompt, count):
     return [make_offload_key(f"{prompt}{i}".encode() * 8, 0) for i in range(count)]
 
 
-class Store:
+class Store(Presence):
     def __init__(self, held=()):
         self.held, self.removals = set(held), []
 
@@ -29,7 +30,7 @@ class Store:
 
 
 def new_manager(slots=10, stores=(), **settings):
-    tiers = [Tier(f"tier{i}", store, store) for i, store in enumerate(stores)]
+    tiers = [Tier(f"tier{i}", store) for i, store in enumerate(stores)]
     settings = {"client_hints": KNOWN_HINTS, **settings}
     share = settings.pop("tenant_share", None)
     tenants = None if share is None else TenantShares(share)

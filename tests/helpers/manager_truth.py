@@ -10,6 +10,7 @@ from kvoffload.offload.base import (
     get_offload_group_idx,
     make_offload_key,
 )
+from kvoffload.offload.tiers import Presence
 
 PROMPTS, LENGTH = 4, 6
 # Every other prompt is of a KV cache group of its own, whose chunks may be larger.
@@ -31,7 +32,7 @@ class Full:
         return False if self._store.holds(key) is False else None
 
 
-class FakeTier:
+class FakeTier(Presence):
     """A store below: holds keys, may be down (answers False) or slow (answers None)."""
 
     def __init__(self):

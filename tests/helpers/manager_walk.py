@@ -92,7 +92,7 @@ class Walk(ManagerTruth):
         return {f"t{i}": (FakeTier if i else IndexedTier)() for i in range(self.num_tiers)}
 
     def tiers(self):
-        return [Tier(name, store, store) for name, store in self.stores.items()]
+        return [Tier(name, store) for name, store in self.stores.items()]
 
     def fill(self, slot, key, content):
         for row in range(slot, slot + self.rows_of[get_offload_group_idx(key)]):

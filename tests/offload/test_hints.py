@@ -74,7 +74,7 @@ def test_an_engine_may_name_the_tiers_that_a_request_reads():
 @pytest.mark.parametrize("params", [None, {}, {"kvoffload": {}}])
 def test_the_tiers_that_a_request_reads_need_no_wish_of_the_client(params):
     a = make_offload_key(bytes(32), 0)
-    tiers = [Tier(name, store, store) for name in ("near", "far") for store in [Store([a])]]
+    tiers = [Tier(name, store) for name in ("near", "far") for store in [Store([a])]]
     manager = TieredOffloadingManager(HostCache(4, LRUPolicy(4)), tiers)
     assert manager.explain([a], ReqContext("r", params)) == ["NEAR"]
     context = ReqContext("s", params, lambda name: name == "far")

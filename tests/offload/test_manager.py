@@ -6,6 +6,7 @@ from manager_parts import figures
 from kvoffload.offload.base import Reason, StagedLoadStoreSpec, make_offload_key
 from kvoffload.offload.host_cache import HostCache
 from kvoffload.offload.manager import Tier, TieredOffloadingManager
+from kvoffload.offload.tiers import Presence
 from kvoffload.policies.lru import LRUPolicy
 
 
@@ -13,7 +14,7 @@ def keys(prompt, count):
     return [make_offload_key(f"{prompt}{i}".encode() * 8, 0) for i in range(count)]
 
 
-class Store:
+class Store(Presence):
     def __init__(self, held=()):
         self.held = set(held)
 
@@ -22,14 +23,6 @@ class Store:
 
     def forget(self, gone):
         self.held.difference_update(gone)
-
-
-class Broken:
-    def holds(self, key):
-        raise OSError("no")
-
-    def forget(self, gone):
-        raise OSError("no")
 
 
 def new_manager(slots, *stores, max_persisting=None):
@@ -178,13 +171,6 @@ def test_a_tier_that_hangs_does_not_hold_up_the_others():
     assert [t.tier for t in manager.take_transfers()] == ["tier1"]
 
 
-def test_a_presence_that_raises_is_a_miss():
-    manager = new_manager(2, Broken())
-    assert manager.lookup(keys("a", 1)[0]) is False
-    put(manager, keys("a", 1))
-    assert manager.take_transfers()  # and is still written to
-
-
 def test_completions_nobody_waits_for_are_counted_and_harmless():
     manager = new_manager(2)
     manager.complete_load(keys("a", 1))
@@ -256,14 +242,3 @@ def test_a_prompt_on_a_tier_with_a_whole_index_is_not_asked_for_chunk_by_chunk(s
             expected = told
     assert told == expected
     assert counting.asked <= 1
-
-
-def test_a_tier_whose_count_fails_is_asked_for_each_chunk(caplog):
-    class Broken(Counting):
-        def num_leading(self, wanted):
-            raise RuntimeError("a plug-in's bug")
-
-    prompt = keys("a", 5)
-    manager = TieredOffloadingManager(HostCache(9, LRUPolicy(9)), [Tier("disk", Broken(prompt))])
-    assert manager.lookup_prefix(prompt) == (5, False)
-    assert "looking up chunks failed" in caplog.text

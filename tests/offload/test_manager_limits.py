@@ -172,33 +172,6 @@ def test_the_latest_reasons_of_a_limited_number_of_chunks_are_remembered():
 # ---- tiers ---------------------------------------------------------------------------------------
 
 
-class Broken:
-    """A plug-in that raises at every call."""
-
-    def holds(self, key):
-        raise RuntimeError("no index")
-
-    def forget(self, gone):
-        raise RuntimeError("no memory")
-
-    def take_removals(self):
-        raise RuntimeError("no list")
-
-
-def test_an_exception_of_a_plug_in_is_a_miss_and_is_logged(caplog):
-    tier = Tier("mine", Broken(), Broken())
-    assert tier.holds(b"a") is False
-    tier.forget(b"a")
-    assert tier.take_removals() == []
-    assert [record.exc_info[1].args for record in caplog.records] == [
-        ("no index",),
-        ("no memory",),
-        ("no list",),
-    ]
-    assert all(message.startswith("mine: ") for message in caplog.messages)
-    assert Tier("mine", Store()).take_removals() == []
-
-
 def test_the_nearest_tier_that_has_a_chunk_is_read():
     class Unsure(Store):
         def holds(self, key):

@@ -17,7 +17,7 @@ def new_manager(policy, slots, stores=(), **settings):
     order = policy
     if isinstance(policy, str):
         order = registry.load(registry.POLICIES, policy, "policy")(slots)
-    tiers = [Tier(f"tier{i}", store, store) for i, store in enumerate(stores)]
+    tiers = [Tier(f"tier{i}", store) for i, store in enumerate(stores)]
     return TieredOffloadingManager(HostCache(slots, order), tiers, **settings)
 
 

@@ -235,7 +235,7 @@ def test_stores_are_told_what_requests_say_and_no_more_than_is_taken(monkeypatch
     engine = Engine(slots=64)
     engine.serve(prompt("a", 4), returns_in_s=5, session="a")
     assert not engine.manager.returns.to_tell, "there is no store"
-    engine.manager.replace_tiers([Tier("disk", Store(), Store())])
+    engine.manager.replace_tiers([Tier("disk", Store())])
     shared = prompt("shared", 2)
     engine.serve(shared)
     engine.serve([*shared, *prompt("b", 4)], returns_in_s=7, session="b")

@@ -30,7 +30,7 @@ class TestKeptOrder(PolicySuite):
 
 def new_manager(policy="handicap", slots=64, share=0.9, stores=()):
     order = registry.load(registry.POLICIES, policy, "policy")(slots)
-    tiers = [Tier(f"tier{i}", store, store) for i, store in enumerate(stores)]
+    tiers = [Tier(f"tier{i}", store) for i, store in enumerate(stores)]
     return TieredOffloadingManager(HostCache(slots, order), tiers, waiting_share=share)
 
 

@@ -19,6 +19,7 @@ from kvoffload.connectors.vllm.worker_presence import IndexPart, PresenceQuery, 
 from kvoffload.io.presence import PresenceCache
 from kvoffload.io.remote_tier import ANSWER_S
 from kvoffload.offload.manager import Tier
+from kvoffload.offload.tiers import Presence
 
 QUIET_S = 60.0
 """A listing that brings nothing for so long is no reason to keep an idle engine stepping."""
@@ -64,9 +65,7 @@ class RankTiers:
                 timeout_s = config.lookup_timeout_s + config.load_timeout_s
                 self._asked[name] = AskedTier(len(self._ranks), timeout_s, self._clock)
         self.presences: dict[str, TierIndex | AskedTier] = {**self._indexes, **self._asked}
-        self.tiers = tuple(
-            Tier(name, self.presences[name], self.presences[name]) for name, _ in tier_names(config)
-        )
+        self.tiers = tuple(Tier(name, self.presences[name]) for name, _ in tier_names(config))
         self._heard_s = self._clock()
 
     def apply(self, parts: Iterable[IndexPart], answers: Iterable[PresenceReply]) -> None:
@@ -127,7 +126,7 @@ class _Open:
     num_ranks: int
 
 
-class AskedTier:
+class AskedTier(Presence):
     """Presence of chunks in one tier, for the scheduler's thread alone.
 
     Args:

@@ -20,13 +20,14 @@ from kvoffload.offload.base import ReqContext as OurContext
 from kvoffload.offload.base import tenant_id
 from kvoffload.offload.host_cache import HostCache
 from kvoffload.offload.manager import Tier, TieredOffloadingManager
+from kvoffload.offload.tiers import Presence
 from kvoffload.policies.lru import LRUPolicy
 from kvoffload.policies.tenant_order import TenantOrder, TenantShares
 
 KEYS = [make_offload_key(bytes([i]) * 32, 0) for i in range(8)]
 
 
-class Holds:
+class Holds(Presence):
     """A tier that has every chunk."""
 
     def holds(self, key):
@@ -108,7 +109,7 @@ def test_a_failed_load_is_forgotten_before_anyone_can_look_again(manager):
 
 def test_a_job_that_settles_with_its_last_answer_ends_settled():
     tier = Tier("disk", TierIndex([0, 1], 1.0))
-    tier.presence.holds = lambda key: False
+    tier.holds = lambda key: False
     manager = TieredOffloadingManager(HostCache(4, LRUPolicy(4)), [tier], 4)
     jobs = JobTable(manager, num_ranks=2)
     context = OurContext("r")

@@ -25,6 +25,7 @@ from kvoffload.connectors.vllm.manager_adapter import ManagerAdapter
 from kvoffload.messages import make_offload_key
 from kvoffload.offload.host_cache import HostCache
 from kvoffload.offload.manager import Tier, TieredOffloadingManager
+from kvoffload.offload.tiers import Presence
 from kvoffload.policies.lru import LRUPolicy
 
 DYNAMO = "1.6.1"
@@ -34,7 +35,7 @@ KNOWN_MEDIA = {"CPU", "STORAGE"}
 """Of those that Dynamo's indexer counts, what lies below the GPU."""
 
 
-class Nothing:
+class Nothing(Presence):
     """The presence of an empty tier."""
 
     def holds(self, key):
