@@ -253,3 +253,59 @@ def test_a_preempted_request_has_not_ended(connect, new_request, kv_caches):
     connector.after_forward(request, [BLOCKS], PROMPT)
     connector.request_finished(request)
     assert connector.stats()["return_chunks"]["told"] == 5
+
+
+@pytest.mark.parametrize("when", ["before it looks", "after it looked"])
+def test_requests_that_share_a_name_get_each_its_own_chunks(
+    connect, new_request, kv_caches, until, when
+):
+    """A client may send a name twice, and one of the two may never end."""
+    connector = connect(16)
+    store(connector, new_request("other", PROMPT), kv_caches, 1)
+    truth = store(connector, new_request("wanted", PROMPT), kv_caches, 2)
+    other, wanted = (new_request(name, PROMPT, request_id="x") for name in ("other", "wanted"))
+
+    def comes_between():
+        connector.request_queued(other)
+        connector.poll()
+        assert connector.get_num_new_matched_tokens(other, 0) == 5 * CHUNK
+
+    if when == "before it looks":
+        comes_between()
+    connector.request_queued(wanted)
+    connector.poll()
+    tokens = connector.get_num_new_matched_tokens(wanted, 0)
+    if when == "after it looked":
+        comes_between()
+    connector.update_state_after_alloc(wanted, [OTHERS], tokens)
+    (outcome,) = until(connector.poll)
+    assert outcome.ok
+    for t, expected in zip(kv_caches.tensors, truth, strict=True):
+        assert torch.equal(t.tensor[OTHERS][:10], expected[:10])
+    connector.check()
+    for request in (other, wanted):
+        connector.request_finished(request)
+    assert connector.stats()["queue_requests"] == 0
+    assert connector.stats()["queue_kept_bytes"] == 0
+    connector.check()
+
+
+def test_a_prompt_whose_last_tokens_were_replaced_is_named_anew(
+    connect, new_request, kv_caches, until
+):
+    """As in a session whose next part takes the place of the last token that was sampled."""
+    connector = connect(16, backends=[])
+    truth = store(connector, new_request("a", PROMPT), kv_caches, 1)
+    session = new_request("a", PROMPT)
+    replaced, session.block_hashes[-1] = session.block_hashes[-1], b"sampled".ljust(32)
+    connector.request_queued(session)
+    connector.poll()
+    assert connector.get_num_new_matched_tokens(session, 0) == 4 * CHUNK
+    session.block_hashes[-1] = replaced
+    outcome = load(connector, session, until)
+    assert outcome.tokens_by_medium == {"CPU": 5 * CHUNK}
+    for t, expected in zip(kv_caches.tensors, truth, strict=True):
+        assert torch.equal(t.tensor[OTHERS][:10], expected[:10])
+    connector.request_finished(session)
+    assert connector.stats()["queue_kept_bytes"] == 0
+    connector.check()

@@ -155,13 +155,19 @@ class ChunkGroups:
         """Return the last token at or before this one at which all groups' blocks end."""
         return tokens - tokens % self.alignment
 
-    def extend_keys(self, keys: Sequence[list[OffloadKey]], hashes: Sequence[bytes]) -> None:
+    def extend_keys(self, keys: list[list[OffloadKey]], hashes: Sequence[bytes]) -> None:
         """Add, for each group, the keys of a request's chunks that have become full.
 
-        A chunk is named by its last block's hash.
+        A chunk is named by its last block's hash. A new list takes the place of keys that the
+        hashes contradict: they are of another request with this name, or of replaced tokens.
         """
         for group in self.offloaded:
             of_group, every = keys[group.index], group.hashes_per_chunk
+            end = len(of_group) * every
+            if end > len(hashes) or (
+                end and of_group[-1] != make_offload_key(hashes[end - 1], group.index)
+            ):
+                of_group = keys[group.index] = []
             last = range((len(of_group) + 1) * every - 1, len(hashes), every)
             of_group += [make_offload_key(hashes[i], group.index) for i in last]
 

@@ -252,6 +252,7 @@ class LocalConnector:
             promised = given.check_promise(self._groups, num_external_tokens, state.promised)
             end = state.start + promised
             given.check_tables(block_ids, self._groups, end)
+            self._groups.extend_keys(state.keys, request.block_hashes)
             pieces = to_load(self._groups, block_ids, state.start, end, self._has_nulls)
             given.check_pieces(pieces, state.keys, block_ids, self._num_blocks)
             self._count_use(state, end)
