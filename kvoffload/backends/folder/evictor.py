@@ -56,18 +56,19 @@ class Evictor:
         self._root = root
         self._records = records
         self._capacity_bytes = capacity_bytes
+        self._of_newcomer = int(capacity_bytes * _NEWCOMER)
         self._evicted = evicted
         self.resident_bytes: int | None = None
         """Bytes of files, as far as their writers have told; None before the first scan."""
         self.counted: dict[str, int] = {}
-        """By token: what each process had stored when it was counted."""
+        """By token: what each process of which there is a record had stored when it was counted."""
         self.limits: dict[str, int] = {}
         """By token: up to which of its stored bytes each process may store."""
         self.newcomer_bytes = 0
         """What a process may store that is not counted yet."""
         self._out_of_space: dict[str, int] = {}
         self._alive: dict[str, HostRecord] = {}
-        """The records of this turn, without those of processes that have ended."""
+        """The records of the last turn, without those of processes that have ended."""
         self._silent_s: dict[str, float] = {}
         """When the record of each silent process was first seen to be too old."""
         self.unsure_bytes = 0
@@ -88,6 +89,7 @@ class Evictor:
         """Take over from the last evictor, as its lease tells; ``is_new``: the root is empty."""
         self._oldest.clear()
         self._scan, self._goal_bytes = None, None
+        self._alive = {}
         # What the last evictor saw unfinished is to be seen again when it is old.
         self._scan_due_s, self._scan_again_s = 0.0, time.monotonic() + LEFTOVER_S
         if self._oldest.tags is not None:
@@ -108,6 +110,8 @@ class Evictor:
             self._advance(until_s, may_read=False)
         if self.resident_bytes is None:
             return
+        # A listing may miss a record that is replaced just then: so does GlusterFS.
+        hosts = {**{token: (host, math.inf) for token, host in self._alive.items()}, **hosts}
         self.resident_bytes = self._count(self.resident_bytes, hosts)
         # One share is for a process that has not told of itself yet.
         shares = len(self._alive) + 1
@@ -138,24 +142,28 @@ class Evictor:
         """Return the resident bytes with what each process stored since it was counted last.
 
         A process that died may have stored up to its limit, and told nothing of it. If it
-        only hung, it finds its record removed, and begins to count again.
+        only hung, its record comes back, with bytes that a scan has counted meanwhile.
         """
+        of_newcomer = int(self._capacity_bytes * _NEWCOMER)
         silent = {token for token, (_, age_s) in hosts.items() if age_s > DEAD_S}
         now_s = time.monotonic()
         self._silent_s = {token: self._silent_s.get(token, now_s) for token in silent}
         self._alive, counted = {}, {}
-        for token, (host, _) in hosts.items():
+        for token, (host, age_s) in hosts.items():
             # What a process took back, because it could not be written, a scan finds free.
-            more = max(0, host.stored_bytes - self.counted.get(token, 0))
+            known = self.counted.get(token, max(0, host.stored_bytes - of_newcomer))
+            more = max(0, host.stored_bytes - known)
             resident += more
             self._unscanned_bytes += more
-            is_dead = token in silent and now_s - self._silent_s[token] > SURELY_S
+            counted[token] = host.stored_bytes
+            patience_s = SURELY_S if age_s < math.inf else DEAD_S
+            is_dead = token in silent and now_s - self._silent_s[token] > patience_s
             if is_dead and not host.is_closed:
                 self.unsure_bytes += self._reserved(token, host)
             if is_dead or host.is_closed:
                 self._records.remove_host(token)
             else:
-                self._alive[token], counted[token] = host, host.stored_bytes
+                self._alive[token] = host
         self.counted = counted
         return resident
 
@@ -174,7 +182,7 @@ class Evictor:
         reserved = {token: self._reserved(token, host) for token, host in alive.items()}
         free = max(0, self._free_bytes - self.unsure_bytes)
         share = free // shares
-        self.newcomer_bytes = min(share, int(self._capacity_bytes * _NEWCOMER))
+        self.newcomer_bytes = min(share, self._of_newcomer)
         free = max(0, free - self.newcomer_bytes - sum(reserved.values()))
         self.limits = {token: self.limits.get(token, 0) for token in reserved}
         enough = max(share * 3 // 4, min(largest, share))
@@ -232,6 +240,8 @@ class Evictor:
                 return False
             order = self._oldest
             self._scan = Scan(self._vfs, self._root, self._records, order.tags, order.above())
+            for token, counted in self.counted.items():  # the listing may have missed its record
+                self._scan.counted.setdefault(token, max(0, counted - self._of_newcomer))
         scan = self._scan
         try:
             if not scan.advance(until_s, may_read=may_read):

@@ -117,7 +117,7 @@ class Records:
         for file in self._vfs.listdir(f"{self._root}/{HOSTS}"):
             token, dot, rest = file.partition(".json")
             if dot and not rest:
-                with contextlib.suppress(IsADirectoryError):  # not of this store
+                with contextlib.suppress(OSError):  # one bad record keeps no other from counting
                     record, age_s = self._read(f"{HOSTS}/{file}", HostRecord)
                     if record is not None:
                         found[token] = record, age_s

@@ -78,7 +78,6 @@ class Housekeeper:
         self._looked_s = time.monotonic()
         self._told: HostRecord | None = None
         self._told_s = 0.0
-        self._was_counted = False
         self._read_s = time.monotonic()
         """When the lease was last known."""
         self._written: LeaseRecord | None = None
@@ -162,14 +161,10 @@ class Housekeeper:
         """Take in what the evictor has counted, and the limit that it set."""
         if lease is None:
             return
-        is_counted = self._token in lease.limits
-        if self._was_counted and not is_counted:
-            self.room.restart()  # it was stopped for so long that it counted as dead
-        self._was_counted = is_counted
         limit = lease.limits.get(self._token, lease.newcomer_bytes)
         self.room.limit(limit, lease.counted.get(self._token, 0))
         self.resident_bytes = lease.resident_bytes
-        self.num_hosts = max(1, len(lease.counted))
+        self.num_hosts = max(1, len(lease.limits))
         if lease.capacity_bytes not in (self._capacity_bytes, self._differing_capacity):
             self._differing_capacity = lease.capacity_bytes
             log.warning(
@@ -220,9 +215,8 @@ class Housekeeper:
         self._publish(self._token)
         if self._evictor.resident_bytes is not None:
             counted, limits = self._evictor.counted, self._evictor.limits
-            self._was_counted = self._token in limits
             self.room.limit(limits.get(self._token, 0), counted.get(self._token, 0))
-            self.resident_bytes, self.num_hosts = self._evictor.resident_bytes, len(counted)
+            self.resident_bytes, self.num_hosts = self._evictor.resident_bytes, len(limits)
 
     def _publish(self, holder: str) -> None:
         """Write the lease if it changed, or if it gets old."""
