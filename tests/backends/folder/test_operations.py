@@ -15,7 +15,10 @@ from kvoffload.backends.folder.evictor import Evictor
 from kvoffload.backends.folder.records import HostRecord, LeaseRecord, Records
 from kvoffload.backends.folder.scan import Scan
 from kvoffload.backends.header import ALIGNED_BYTES, namespace_digest
+from kvoffload.io.remote_tier import ANSWER_S
 from kvoffload.testing.backends import filled, keys_of
+from kvoffload.transfer.slab import Slab
+from tests.support.io_rig import client_over
 from tests.support.vfs import HookedVfs, kind_of
 
 FREE = ("preadv", "pwritev", "close", "fstat")
@@ -137,6 +140,33 @@ async def test_another_hosts_chunk_is_looked_up_once(counting, tmp_path):
         assert await backend.contains(keys) == [True] * 50
         assert vfs.taken() == expected
     await other.close()
+
+
+def test_an_engine_asks_for_an_absent_chunk_once_in_two_seconds(tmp_path, until):
+    """Of this tier too: its presence cache is the cache of absent keys, so there is no second."""
+    vfs, keys, now_s = CountingVfs(), keys_of(50), 0.0
+    client = client_over(
+        {"folder": open_folder(tmp_path / "share", vfs=vfs)}, Slab(1, SIZE), lookup_timeout_s=30.0
+    )
+    tier = client.tiers["folder"]
+    tier._cache._clock = lambda: now_s
+
+    def answers():
+        found = until(lambda: [known] if None not in (known := [*map(tier.holds, keys)]) else None)
+        return found[0]
+
+    def asked():
+        return sum(call == "lstat" and kind_of(path) == "chunk" for call, path in vfs.calls)
+
+    for _ in range(3):
+        assert answers() == [False] * 50
+        assert asked() == 50
+    other = open_folder(tmp_path / "share")
+    assert asyncio.run(store_at_last(other, keys[:9]))
+    now_s = ANSWER_S
+    assert answers() == [True] * 9 + [False] * 41
+    asyncio.run(other.close())
+    client.close()
 
 
 async def test_the_tail_of_a_job_is_written_first_and_so_leaves_first(tmp_path):
