@@ -181,7 +181,7 @@ class Housekeeper:
             lease, age_s = self._records.lease()
         except OSError as error:
             self.is_evictor = False
-            if began_s - self._read_s > LEASE_S:
+            if self._is_late:
                 self.room.give_up()
             self._count("lease_unusable")
             self._say(
@@ -212,11 +212,22 @@ class Housekeeper:
             return  # a scan may take minutes: the thread makes it
         self._evictor.turn(self._records.hosts(), is_full=self._is_full)
         self._is_full = False
+        if self._is_late:
+            self._use_lease()
+            if not self.is_evictor:
+                return
         self._publish(self._token)
+        if self._is_late:  # it may have replaced what another process has counted
+            self._evictor.begin(None, is_new=False)
         if self._evictor.resident_bytes is not None:
             counted, limits = self._evictor.counted, self._evictor.limits
             self.room.limit(limits.get(self._token, 0), counted.get(self._token, 0))
             self.resident_bytes, self.num_hosts = self._evictor.resident_bytes, len(limits)
+
+    @property
+    def _is_late(self) -> bool:
+        """Whether a call hung for so long that another process may evict by now."""
+        return time.monotonic() - self._read_s > LEASE_S
 
     def _publish(self, holder: str) -> None:
         """Write the lease if it changed, or if it gets old."""

@@ -157,3 +157,28 @@ async def test_an_unreadable_record_of_one_process_keeps_others_from_nothing(tmp
     assert await evictions(backend)
     assert "housekeeping_failed" not in backend.counters()
     await backend.close()
+
+
+@pytest.mark.parametrize(("call", "name"), [("listdir", HOSTS), ("rename", LEASE)])
+async def test_an_evictor_that_hung_in_its_turn_keeps_no_old_count(tmp_path, call, name):
+    """Meanwhile another one evicts, and counts processes that the first one never met."""
+    vfs, root = StuckVfs(lambda call, path: False), tmp_path / "share"
+    one = open_folder(root, vfs=vfs, capacity=CAPACITY)
+    assert await store(one, keys_of(2)) == [True] * 2
+    two = open_folder(root, capacity=CAPACITY)
+    assert await until(lambda: one.usage().gauges["hosts"] == 2)
+    vfs.when = lambda made, path: made == call and path.endswith(name)
+    one._housekeeper.room._wake()
+    assert await until(lambda: vfs.stuck and two.usage().gauges["evictor"])
+    three = open_folder(root, capacity=CAPACITY)
+    assert await evictions(three, of=two)
+    await three.close()  # its record goes, once it is counted
+    scans = one._housekeeper._evictor.scans
+    vfs.release()
+    assert await until(
+        lambda: one._housekeeper._evictor.scans > scans or not one.usage().gauges["evictor"]
+    )
+    evicting = one if one.usage().gauges["evictor"] else two
+    assert await until(lambda: (evicting.usage().resident_bytes or 0) >= stored_bytes(root))
+    await one.close()
+    await two.close()
