@@ -5,7 +5,7 @@ import os
 from pathlib import Path
 from typing import NamedTuple
 
-from kvoffload.backends.disk.paths import SHARDS
+from kvoffload.backends.disk.paths import SHARDS, key_of
 
 _HEAD = _ENTRY = 64
 
@@ -70,14 +70,16 @@ class Stored(NamedTuple):
 
 
 def stored_in(root):
-    """Return the chunks in a root, in the order of their keys; folders may leave meanwhile."""
+    """Return the chunks in a root, in the order of their keys.
+
+    Stores may write meanwhile: a file under a temporary name is none, nor is a part of an entry.
+    """
     found = []
     for folder, _, names in os.walk(root):
         for path in (Path(folder, name) for name in names):
             with contextlib.suppress(FileNotFoundError):
-                if Path(folder).name in SHARDS:
-                    size = path.lstat().st_blocks * 512
-                    found.append(Stored(bytes.fromhex(path.name), path, 0, size))
+                if Path(folder).name in SHARDS and (key := key_of(path.name)):
+                    found.append(Stored(key, path, 0, path.lstat().st_blocks * 512))
                 elif path.suffix == ".table":
                     found += _in_slots(path)
     return sorted(found)
@@ -86,7 +88,7 @@ def stored_in(root):
 def _in_slots(table):
     content, slots = table.read_bytes(), table.with_suffix(".slots")
     size = int.from_bytes(content[12:20], "little")
-    for slot, at in enumerate(range(_HEAD, len(content), _ENTRY)):
+    for slot, at in enumerate(range(_HEAD, len(content) - _ENTRY + 1, _ENTRY)):
         length = content[at + 16]
         if 0 < length < 48:
             yield Stored(content[at + 17 : at + 17 + length], slots, slot * size, size)

@@ -125,7 +125,7 @@ class Model:
                 tier["control"] = str(folder / "control")
             if name == "folder":
                 capacity = num_chunks * (chunk_bytes + 8192)
-                tier |= {"capacity": capacity, "threads": 2, "timeout_s": 0.3}
+                tier |= {"capacity": capacity, "timeout_s": 0.3, "threads": sums.FOLDER_THREADS}
             if name in ("rough", "folder", "redis") and draw.random() < 0.4:
                 self.key_files.append(path := folder / f"{name}.keys")
                 write_keys(path, [new_key(draw)])

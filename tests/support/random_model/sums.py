@@ -20,6 +20,13 @@ from tests.support.random_model.hostile import Rough
 
 REST_S = 20.0
 """A model that is not at rest after so long has lost something."""
+FOLDER_THREADS = 2
+"""Of a folder tier, for chunks, and as many for lookups."""
+_FOLDER_THREADS = {
+    f"kvoffload-folder-{which}{number}"
+    for which in ("", "lookup-")
+    for number in range(FOLDER_THREADS)
+}
 
 
 def tables(connector):
@@ -142,26 +149,35 @@ class Held:
     """Descriptors, threads and children of this process: never more than at the first rest.
 
     A store opens the files of segments that appear: of each one twice, and of all a bounded number.
+    A folder tier starts each of its threads for calls when so many calls are first made at once.
     """
 
     def __init__(self):
         self._first = None
+        self._names = None
 
     def check(self):
         until_s = time.monotonic() + REST_S
         while True:
             now = self._now()
-            self._first = self._first or now
+            if self._first is None:
+                self._first, self._names = now, _names()
             is_bounded = all(a <= b for a, b in zip(now, self._first, strict=True))
-            if is_bounded and _are_few(_in_segments()):
+            if is_bounded and _are_few(_in_segments()) and _are_once(_for_calls()):
                 return
-            assert time.monotonic() < until_s, f"{now} after {self._first}: {_names()}"
+            assert time.monotonic() < until_s, f"{now} {_names()} after {self._first} {self._names}"
             time.sleep(0.05)
 
     def _now(self):
         gc.collect()  # what was closed may be part of a cycle, and hold a mapping
         me = psutil.Process()
-        return me.num_fds() - len(_in_segments()), me.num_threads(), len(me.children())
+        num_threads = me.num_threads() - len(_for_calls())
+        return me.num_fds() - len(_in_segments()), num_threads, len(me.children())
+
+
+def _for_calls():
+    """The threads that folder tiers have started so far for their calls."""
+    return [thread.name for thread in threading.enumerate() if thread.name in _FOLDER_THREADS]
 
 
 def _in_segments():
@@ -172,6 +188,10 @@ def _are_few(in_segments):
     roots = Counter(name.rsplit("/", 3)[0] for name in in_segments)
     each = max(Counter(in_segments).values(), default=0)
     return each <= 2 and max(roots.values(), default=0) <= MOST_KEPT + MOST_SIZES
+
+
+def _are_once(names):
+    return len({*names}) == len(names)
 
 
 def _names():
