@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from kvoffload.backends.folder.evictor import DEAD_S
+from kvoffload.backends.folder.upkeep import LEASE_S
 from kvoffload.io import backoff
 from kvoffload.io import client as io_client
 from kvoffload.io.service.host_chunk import BLOCK, blocks_of
@@ -27,6 +29,8 @@ from tests.support.random_model.faults import Faults, new_key, write_keys
 STRIKES_A_SECOND = 5
 REST_EVERY_S = 2.0
 LONGER_S = 120.0
+STORES_S = sums.REST_S + LEASE_S + DEAD_S
+"""A killed process of a folder keeps its lease for a while, and what it may have stored."""
 REDIS_BYTES = 2 << 20
 """What a server takes for itself."""
 RETURNS = (
@@ -304,7 +308,7 @@ class Model:
         self._finish_all()
         sums.await_quiet(self.engine)
         self._await(lambda: not self.engine.connector._spec.io._is_opening, "a tier stays closed")
-        self._await(self._stores_and_loads, "a tier stores nothing or loads nothing")
+        self._await(self._stores_and_loads, "a tier stores nothing or loads nothing", STORES_S)
         sums.await_quiet(self.engine)
         self.held.check()
         self._check_tiers()
@@ -361,8 +365,8 @@ class Model:
             if not self.faults.are_files_touched:
                 self._await(lambda s=store: sums.is_exact(s), lambda s=store: sums.figures(s))
 
-    def _await(self, is_so, otherwise):
-        until_s = time.monotonic() + sums.REST_S
+    def _await(self, is_so, otherwise, within_s=sums.REST_S):
+        until_s = time.monotonic() + within_s
         while not is_so():
             self.engine.connector.poll()
             assert time.monotonic() < until_s, otherwise() if callable(otherwise) else otherwise
