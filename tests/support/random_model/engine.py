@@ -14,6 +14,16 @@ LOAD_S = 20.0
 VOCABULARY = 50
 
 
+def changeable(draw, keeps):
+    """Settings that an engine may have others of at its next start, over the same tiers."""
+    return {
+        "policy": draw.choice(("lru", "handicap", "arc")),
+        "store_threshold": draw.choice((1, 1, 2)) if keeps else 1,
+        "promote": draw.random() < 0.7,
+        "waiting_share": draw.choice((0, 0.3, 0.9, 0.9, 1)),
+    }
+
+
 @dataclass(eq=False)
 class ModelRequest:
     """A request as the connector sees it, and what the engine knows of it."""
@@ -96,7 +106,10 @@ class ModelEngine:
         )
 
     def restart(self, timeout_s):
-        """Close with whatever is in flight, and begin again; nothing is written any more then."""
+        """Close with whatever is in flight; nothing is written any more then. Begin again.
+
+        It may be with other settings, and with the tiers in another order.
+        """
         for request in [*self.waiting, *self.running, *self.loading.values()]:
             request.state = "gone"
         self.connector.close(timeout_s)
@@ -108,6 +121,9 @@ class ModelEngine:
         self._doomed.clear()
         self._cached.clear()
         self._free = list(range(1, self.memory.num_blocks))
+        if self.draw.random() < 0.5:
+            self.settings |= changeable(self.draw, bool(self.settings["cpu_bytes"]))
+            self.draw.shuffle(self.settings.get("backends", []))
         self.start()
 
     def reset(self, waits):

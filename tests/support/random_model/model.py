@@ -23,7 +23,7 @@ from tests.support import redis_server
 from tests.support.host_server import ROOT, HostServer
 from tests.support.random_model import hostile, sums
 from tests.support.random_model.cache import KINDS, Memory
-from tests.support.random_model.engine import VOCABULARY, ModelEngine
+from tests.support.random_model.engine import VOCABULARY, ModelEngine, changeable
 from tests.support.random_model.faults import Faults, new_key, write_keys
 
 STRIKES_A_SECOND = 5
@@ -88,10 +88,7 @@ class Model:
             "cpu_bytes": host_bytes if keeps else 0,
             "staging_bytes": host_bytes,
             "blocks_per_chunk": per_chunk,
-            "policy": draw.choice(("lru", "handicap", "arc")),
-            "store_threshold": draw.choice((1, 1, 2)) if keeps else 1,
-            "promote": draw.random() < 0.7,
-            "waiting_share": draw.choice((0, 0.3, 0.9, 0.9, 1)),
+            **changeable(draw, keeps),
             "client_hints": ["tiers", "session", "returns", "returns_in_s"],
             "io": draw.choice(("thread", "process")),
             "lookup_timeout_s": 0.3,
