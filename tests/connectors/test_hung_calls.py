@@ -134,6 +134,39 @@ def test_a_tier_whose_reads_hang_keeps_half_of_host_memory_until_they_return(
     connector.check()
 
 
+def test_a_tier_that_hangs_while_it_reads_for_the_queue_keeps_a_part_and_goes_on_later(
+    connector, new_request, hung, until
+):
+    names = store_all(connector, new_request)
+    hung.hung_verb = "read"
+    queued = [new_request(name, BLOCK * CHUNKS + 1, request_id=f"q {name}") for name in names[:6]]
+    for request in queued:
+        connector.request_queued(request)
+    until(lambda: connector.poll() or busy(connector))
+    connector.flush()  # their deadline is over
+    aborted, waits = queued[::2], queued[1::2]
+    for request in aborted:
+        connector.request_finished(request)
+    for _ in range(20):
+        connector.poll()
+    assert 0 < busy(connector) <= SLOTS // 8
+    store(connector, new_request("new", BLOCK * CHUNKS + 1))
+    connector.flush()
+    assert connector.stats()["stores_dropped"]["cpu"]["no_room"] == 0
+    hung.released.set()
+
+    def are_here():
+        assert connector.poll() == []
+        return all(set(connector.explain(each)[0]) == {"CPU"} for each in waits)
+
+    until(are_here)
+    for request in waits:
+        connector.request_finished(request)
+    assert connector.stats()["queue_kept_bytes"] == 0
+    until(lambda: connector.flush() and not busy(connector))
+    connector.check()
+
+
 def begin_all(connector, new_request, names):
     """Look up prompts and begin their loads in one step, as an engine's waiting queue does."""
     requests = [new_request(name, BLOCK * CHUNKS + 1, request_id=f"load {name}") for name in names]

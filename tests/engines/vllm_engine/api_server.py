@@ -75,13 +75,13 @@ class Server:
             return True
         return False
 
-    def ask(self, prompt):
+    def ask(self, prompt, headers=None, **fields):
         """Return what the model says after a prompt."""
-        body = {"model": "tiny", "prompt": prompt, "max_tokens": 2, "temperature": 0}
+        body = {"model": "tiny", "prompt": prompt, "max_tokens": 2, "temperature": 0, **fields}
         request = urllib.request.Request(
             f"http://127.0.0.1:{self.port}/v1/completions",
             json.dumps(body).encode(),
-            {"Content-Type": "application/json"},
+            {"Content-Type": "application/json", **(headers or {})},
         )
         with urllib.request.urlopen(request, timeout=300) as answer:
             return json.load(answer)["choices"][0]["text"]

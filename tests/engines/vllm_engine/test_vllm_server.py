@@ -30,8 +30,8 @@ def unreachable():
 def serve(models, tmp_path):
     running = []
 
-    def begin(extra, **environment):
-        running.append(Server(models(), tmp_path / "server.log", extra, **environment))
+    def begin(extra, *options, **environment):
+        running.append(Server(models(), tmp_path / "server.log", extra, *options, **environment))
         return running[-1]
 
     yield begin
@@ -89,6 +89,24 @@ def test_an_idle_server_shows_all_that_its_last_request_did(serve, prompts, tmp_
     wait_for(lambda: server.counted("kvoffload_saved_prefill_tokens_total") == 192)
     assert server.counted('kvoffload_hit_tokens_total{tier="cpu"}') == 192
     assert server.counted('kvoffload_load_chunks_total{tier="cpu"}') == loads_before + 6
+
+
+def test_what_an_agent_says_of_its_session_passes_the_middleware_and_counts(serve, prompts):
+    server = serve(
+        {**settings(), "blocks_per_chunk": 1, "client_hints": ["session", "returns"]},
+        *("--middleware", "kvoffload.connectors.vllm.agent_requests.AgentRequests"),
+        KVOFFLOAD_TRANSLATE="session_headers,prompt_cache_retention",
+    )
+    server.wait_ready()
+    first, other, later = prompts(3, 200, shared=32)
+    agent = {"X-Claude-Code-Session-Id": "a"}
+    server.ask(first, agent, prompt_cache_retention="24h")
+    wait_for(lambda: server.counted('kvoffload_return_chunks_total{result="told"}') == 6)
+    server.ask(other, {"X-Claude-Code-Session-Id": "b"})
+    assert server.counted('kvoffload_return_chunks_total{result="kept"}') == 0
+    server.ask(later, agent)  # it begins as the first prompt does, and goes on elsewhere
+    wait_for(lambda: server.counted('kvoffload_return_chunks_total{result="kept"}') == 6)
+    assert server.counted('kvoffload_events_total{event="hints_ignored"}') == 0
 
 
 def wait_for(is_true, limit_s=10.0):
