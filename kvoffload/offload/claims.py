@@ -8,7 +8,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, islice
-from operator import indexOf
+from operator import attrgetter, indexOf
 
 from kvoffload.errors import UsageError
 from kvoffload.messages import OffloadKey
@@ -72,6 +72,11 @@ def drop(requests: list[QueuedRequest], request: QueuedRequest) -> None:
     i = bisect_left(requests, request)
     if i < len(requests) and requests[i] is request:
         del requests[i]
+
+
+def in_order(*requests: Iterable[QueuedRequest]) -> list[QueuedRequest]:
+    """Return the requests in order, each once; numbers are compared, without a call of Python."""
+    return sorted(dict.fromkeys(chain.from_iterable(requests)), key=attrgetter("number"))
 
 
 class Claims:

@@ -15,7 +15,7 @@ from kvoffload.messages import OffloadKey
 from kvoffload.metrics.names import QUEUE_CHUNKS, QUEUE_KEPT_BYTES, QUEUE_REQUESTS
 from kvoffload.metrics.samples import Registry, Sample
 from kvoffload.offload.base import ReqContext
-from kvoffload.offload.claims import Claims, QueuedRequest, Tenant, drop, insert
+from kvoffload.offload.claims import Claims, QueuedRequest, Tenant, drop, in_order, insert
 from kvoffload.offload.host_cache import HostCache
 from kvoffload.offload.needed_chunks import NeededChunks
 
@@ -182,7 +182,7 @@ class WaitingQueue:
         again = [request for key in keys for request in lacking.pop(key, ())]
         for request in again:
             request.lacks = None
-        self._unfinished = sorted({*self._unfinished, *again})
+        self._unfinished = in_order(self._unfinished, again)
 
     def _note_lack(self, request: QueuedRequest, key: OffloadKey | None) -> None:
         if request.lacks is not None:
@@ -269,7 +269,8 @@ class WaitingQueue:
         self.claims.forget(requests)
         self._end_claims(PORTION)
         self._lacking.clear()
-        self._unfinished = sorted(set(requests).difference(self._newcomers))
+        waiting = (each for each in requests if each not in self._newcomers)
+        self._unfinished = in_order(waiting)
 
     # ---- which to look at again ----
 
@@ -290,7 +291,7 @@ class WaitingQueue:
 
     def _look_again(self, tenant: Tenant) -> None:
         if tenant.full:
-            self._unfinished = sorted({*self._unfinished, *filter(self._is_here, tenant.full)})
+            self._unfinished = in_order(self._unfinished, filter(self._is_here, tenant.full))
             tenant.full = []
 
     # ---- figures, self-check ----

@@ -11,6 +11,7 @@ from kvoffload import registry
 from kvoffload.errors import UsageError
 from kvoffload.offload import needed_chunks, waiting
 from kvoffload.offload.base import ReqContext, tenant_id
+from kvoffload.offload.claims import QueuedRequest
 from kvoffload.offload.host_cache import HostCache
 from kvoffload.offload.manager import Tier, TieredOffloadingManager
 from kvoffload.offload.waiting import Place
@@ -520,6 +521,23 @@ def test_to_leave_a_queue_that_lacks_one_chunk_compares_no_request_with_each_oth
     manager.request_admitted(ReqContext("499"))
     assert Number.compared < 20
     manager.check()
+
+
+def test_a_chunk_that_many_requests_lack_is_stored_without_a_call_for_each_two(monkeypatch):
+    manager, lacked, compared = new_manager(), keys("a", 2), []
+    for i in range(500):
+        queue(manager, f"{i}", lacked)
+    while manager.waiting._unfinished:
+        manager.serve_queue()
+
+    def compare(one, other):
+        compared.append(1)
+        return one.number < other.number
+
+    monkeypatch.setattr(QueuedRequest, "__lt__", compare)
+    put(manager, lacked[:1])
+    assert len(compared) < 20
+    assert [each.number for each in manager.waiting._unfinished] == [*range(1, 501)]
 
 
 def test_many_short_prompts_that_come_at_once_are_listed_over_several_steps():
