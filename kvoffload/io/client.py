@@ -8,7 +8,7 @@ import itertools
 import logging
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from kvoffload.errors import ConfigError
@@ -227,7 +227,7 @@ class IOClient:
                 requests = list((late | dict(requests)).items())
                 self._untold = set()
             if requests:
-                link.push(frame(Await(requests)))
+                link.push(_of_queue(requests))
 
     def expects(self, returns: list[ToldReturn]) -> None:
         """Tell the stores when sessions need their chunks again; a hint, which may be dropped."""
@@ -540,7 +540,7 @@ class IOClient:
             if self._borrows:
                 self._link.push(frame(Borrow()))
             if self._awaited:
-                self._link.push(frame(Await(list(self._awaited.items()))))
+                self._link.push(_of_queue(self._awaited.items()))
 
     def _is_closed(self) -> bool:
         """Go on with closing, which was asked for; return whether it is done."""
@@ -557,3 +557,8 @@ class IOClient:
         log.warning("%s still hung at shutdown; it is abandoned", self.server)
         self._lost()
         return True
+
+
+def _of_queue(requests: Iterable[tuple[int, list[bytes]]]) -> bytes:
+    """Return what tells of requests: a message for each, as a server refuses a long one."""
+    return b"".join(frame(Await([request])) for request in requests)

@@ -45,7 +45,7 @@ class Open(_Message):
     """
 
     version: int
-    tiers: list[TierSettings]
+    tiers: Annotated[list[TierSettings], msgspec.Meta(max_length=64)]
     namespace: str
     facts: dict[str, str]
     """The facts behind the namespace, for people."""

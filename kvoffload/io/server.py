@@ -9,6 +9,7 @@ nothing touches its slots any more.
 import asyncio
 import contextlib
 import logging
+import math
 import socket
 from collections.abc import Callable, Collection, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -19,6 +20,7 @@ from typing import Any
 from msgspec import DecodeError
 
 from kvoffload.backends.blocking_pool import start_once
+from kvoffload.backends.log_rate import Throttle
 from kvoffload.errors import ConfigError
 from kvoffload.io.chunk_jobs import ChunkJobs, Moved, same_length
 from kvoffload.io.cold_start import explain_cold_start
@@ -38,6 +40,7 @@ from kvoffload.io.protocol import (
     MOST_BYTES,
     VERSION,
     Alive,
+    Answered,
     Ask,
     Await,
     Borrow,
@@ -76,6 +79,12 @@ TRY_AGAIN_S, LONGEST_S = 0.5, 30.0
 """Time before a store that could not be opened is tried again; it doubles up to the second."""
 CLOGGED_BYTES = 1 << 20
 """An engine that lets so much wait is told no figures until it reads."""
+MESSAGES_PER_TURN = 16
+"""Messages of one engine that are taken before those of another one."""
+BUSY_S = 0.01
+"""Time between two such turns of an engine that is over its bound, and after a renewal."""
+KEYS_PER_TASK = 64
+"""A task takes as much memory as so many keys."""
 PATIENT_S = 5.0
 """How long orders wait for their store that is being opened; one that hangs has misses then."""
 
@@ -87,6 +96,8 @@ class Session:
         memory: the slab.
         open_store: opens a tier that the engine names.
         most_bytes: a longer message ends the session.
+        most_keys: bounds the keys of orders and questions that have not ended, and those of the
+            engine's queue. An order beyond it is a miss at once.
         moved: called with each job, its verdicts, and the seconds that it took.
         pass_memory: passes memory of the server to an engine that asks for it; returns whether it
             could.
@@ -97,6 +108,7 @@ class Session:
         memory: memoryview,
         open_store: Opener = open_store,
         most_bytes: int = MOST_BYTES,
+        most_keys: float = math.inf,
         moved: Moved | None = None,
         pass_memory: Callable[[], bool] | None = None,
     ) -> None:
@@ -118,11 +130,20 @@ class Session:
         self._waiting: dict[int, asyncio.Task[Any]] = {}
         """Job that waits for its store → what waits."""
         self._stores: dict[str, OpenStore] = {}
+        self._most_keys = most_keys
+        self._num_keys = 0
+        """Those of orders and questions that have not ended, and some for each of these."""
+        self._refused = Throttle(log)
         self._awaited: dict[int, list[bytes]] = {}
         """Request in the engine's queue → chunks that it needs."""
+        self._num_awaited = 0
+        """Those chunks, and a further one for each request."""
         self._is_to_spare = False
         """Whether stores will soon be told of a change of that."""
-        self._tasks: set[asyncio.Task[Any]] = set()
+        self._spare_s = 0.0
+        """How long that took the last time."""
+        self._tasks: dict[asyncio.Task[Any], int] = {}
+        """Each with its part of the number of keys."""
         self._telling: set[asyncio.Task[Any]] = set()
         """Those of no use once the engine's end is closed."""
 
@@ -131,9 +152,17 @@ class Session:
         reader, self._writer = await asyncio.open_connection(sock=sock)
         self._spawn_telling(self._tell_figures())
         try:
+            num_taken = 0
             while data := await reader.read(1 << 18):
                 for message in self._messages.feed(data):
                     self._take(message)
+                    num_taken += 1
+                    if isinstance(message, Open) and message.number:
+                        await asyncio.sleep(BUSY_S)
+                    elif num_taken % MESSAGES_PER_TURN == 0:
+                        await asyncio.sleep(BUSY_S if self._is_over_bound(KEYS_PER_TASK) else 0)
+                if self._is_clogged:  # or answers that the engine does not read would have no end
+                    await self._writer.drain()
         except ConnectionError:
             # The stream has the same error: one that is not asked for it may log a traceback.
             with contextlib.suppress(ConnectionError):
@@ -152,17 +181,31 @@ class Session:
             self._writer.write(b"".join(self._out))
         self._out.clear()
 
+    def _is_over_bound(self, more: int) -> bool:
+        """Whether so many more keys are too many."""
+        return self._num_keys + more > self._most_keys
+
+    def _refuse(self, message: Load | Store | Ask | Remove) -> None:
+        """Answer an order that is too much; a question has no answer, and is a miss in time."""
+        text = "an engine has orders of %d keys that have not ended: further ones are misses"
+        self._refused.warning(text, self._most_keys)
+        if isinstance(message, Load | Store):
+            self.send(Answered(message.job, bytes(len(message.keys)), "busy", 0.0))
+
     def _take(self, message: Any) -> None:
         match message:
             case Load() | Store() if message.job in self._jobs or message.job in self._waiting:
                 raise DecodeError(f"job {message.job} is in flight")
+            case Load() | Store() | Ask() | Remove() if self._is_over_bound(_cost(message)):
+                self._refuse(message)
             case Load() | Store():
                 tried = self._tries.get(message.tier)
                 if tried is None or tried.is_set():
                     answer = self._jobs.begin(message, self._stores.get(message.tier))
-                    self._spawn(self._answer(answer))
+                    self._spawn(self._answer(answer), _cost(message))
                 else:
-                    task = self._waiting[message.job] = self._spawn(_patiently(tried))
+                    task = self._spawn(_patiently(tried), _cost(message))
+                    self._waiting[message.job] = task
                     # Called also if the task is cancelled before it begins.
                     task.add_done_callback(partial(self._begin_late, message, tried))
             case Cancel():
@@ -177,19 +220,17 @@ class Session:
             case Release():
                 self.loans.release(message.loan)
             case Ask():
-                self._spawn_telling(self._ask(message))
+                self._spawn_telling(self._ask(message), _cost(message))
             case Forget():
                 if store := self._stores.get(message.tier):
                     store.forget(message.keys)
                 self.send(Forgotten(message.tier, message.keys))
             case Remove():
                 if store := self._stores.get(message.tier):
-                    self._spawn(store.backend.remove(message.keys))
+                    self._spawn(store.backend.remove(message.keys), _cost(message))
             case Await():
                 for number, keys in message.requests:
-                    self._awaited.pop(number, None)
-                    if keys:
-                        self._awaited[number] = keys
+                    self._await(number, keys)
                 self._spare_soon()
             case Expect() if self._wanted is not None:
                 for store in self._stores.values():
@@ -210,7 +251,7 @@ class Session:
         # Not on a store of a later namespace: its bytes mean something else there.
         is_current = self._tries.get(order.tier) is tried and not waiting.cancelled()
         store = self._stores.get(order.tier) if is_current else None
-        self._spawn(self._answer(self._jobs.begin(order, store)))
+        self._spawn(self._answer(self._jobs.begin(order, store)), _cost(order))
 
     async def _answer(self, answer: Coroutine[Any, Any, None]) -> None:
         """Answer a job; end the session if that fails, or the job's slots would never be free."""
@@ -304,17 +345,27 @@ class Session:
 
     # ---- what stores have ----
 
+    def _await(self, number: int, keys: list[bytes]) -> None:
+        """Note what a request needs; what is too much is evicted as usual."""
+        if before := self._awaited.pop(number, None):
+            self._num_awaited -= len(before) + 1
+        if keys and self._num_awaited + len(keys) < self._most_keys:
+            self._awaited[number] = keys
+            self._num_awaited += len(keys) + 1
+
     def _spare_soon(self) -> None:
         if not self._is_to_spare:
             self._is_to_spare = True
-            self.loop.call_later(CHANGES_S, self._spare)
+            # A long queue takes a tenth of the loop's time, and no more.
+            self.loop.call_later(max(CHANGES_S, 9 * self._spare_s), self._spare)
 
     def _spare(self) -> None:
         """Tell all stores at once of the changes of a while."""
-        self._is_to_spare = False
+        begun_s, self._is_to_spare = self.loop.time(), False
         needed = self._needed()
         for store in self._stores.values():
             store.spare(needed)
+        self._spare_s = self.loop.time() - begun_s
 
     def _needed(self) -> frozenset[bytes]:
         return frozenset(chain.from_iterable(self._awaited.values()))
@@ -427,22 +478,31 @@ class Session:
             with contextlib.suppress(asyncio.CancelledError):
                 await asyncio.wait(self._tasks)
 
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> "asyncio.Task[None]":
+    def _spawn(self, work: Coroutine[Any, Any, None], cost: int = 0) -> "asyncio.Task[None]":
         task = self.loop.create_task(work)
-        self._tasks.add(task)  # the loop has only weak references to tasks
+        # Kept, because the loop has only weak references to tasks.
+        self._tasks[task] = cost
+        self._num_keys += cost
         task.add_done_callback(self._ended)
         return task
 
-    def _spawn_telling(self, work: Coroutine[Any, Any, None]) -> "asyncio.Task[None]":
-        task = self._spawn(work)
+    def _spawn_telling(
+        self, work: Coroutine[Any, Any, None], cost: int = 0
+    ) -> "asyncio.Task[None]":
+        task = self._spawn(work, cost)
         self._telling.add(task)
         task.add_done_callback(self._telling.discard)
         return task
 
     def _ended(self, task: "asyncio.Task[None]") -> None:
-        self._tasks.discard(task)
+        self._num_keys -= self._tasks.pop(task)
         if not task.cancelled() and (error := task.exception()):
             log.error("a task of the I/O server failed", exc_info=error)
+
+
+def _cost(message: Load | Store | Ask | Remove) -> int:
+    """Return what an order or a question takes until it ends, in keys."""
+    return KEYS_PER_TASK + len(message.keys)
 
 
 def _has_none() -> bool:

@@ -46,8 +46,10 @@ GREETING_S = 5.0
 """How long an engine may take to say what it is."""
 MOST_SESSIONS = 256
 """Each takes descriptors and mappings of this process."""
-MOST_BYTES = 64 << 20
+MOST_BYTES = 8 << 20
 """A longer message of an engine is none: it would take this process's memory."""
+MOST_KEYS = 1 << 17
+"""Of an engine's orders that have not ended, and of its queue: their memory is this process's."""
 PAUSE_S = 0.1
 MEASURE_S = 0.5
 _LOADS = ENGINE_LOAD_BYTES, ENGINE_LOAD_CHUNKS, ENGINE_LOAD_SECONDS
@@ -221,7 +223,9 @@ class Service:
         with slab_memory(slab) as memory:
             traffic = EngineTraffic(self._free_name(told))
             pass_memory = partial(self._pass_memory, greeting)
-            session = Session(memory, self._stores.open, MOST_BYTES, traffic.add, pass_memory)
+            session = Session(
+                memory, self._stores.open, MOST_BYTES, MOST_KEYS, traffic.add, pass_memory
+            )
             await self._serve_session(sock, session, traffic)
         greeting.tell_free()
         if session.loans:  # a copy of the engine may still run, or it is stopped within one

@@ -32,6 +32,7 @@ from kvoffload.io.service.host_memory import HostMemory
 from kvoffload.io.service.host_store import HostStore
 from kvoffload.io.service.key_parts import new_parts
 from kvoffload.io.service.layered_store import IndexedLayers, Layers, layered
+from kvoffload.io.service.turns import Turns
 from kvoffload.metrics.names import CAPACITY_BYTES, NAMESPACE_BYTES, RESIDENT_BYTES, TIER_EVENTS
 from kvoffload.metrics.samples import Sample
 from kvoffload.policies.told_return import ToldReturn
@@ -73,8 +74,10 @@ class SharedStores:
         """Return a view of the wanted namespace as an open store.
 
         Raises:
-            ConfigError: the namespace is none, or a chunk is too large.
+            ConfigError: the namespace is none, or a chunk is too large; or it is a further tier.
         """
+        if i:  # each would be told of all chunks
+            raise ConfigError("backends", wanted.tiers[i].name, "a session has one tier")
         namespace = wanted.namespace
         if not 0 < len(namespace) <= LONGEST_NAMESPACE:
             raise ConfigError("namespace", namespace, f"has 1 to {LONGEST_NAMESPACE} characters")
@@ -304,6 +307,7 @@ class StoreView(Observable, Lends, Spares, Purges):
     def __init__(self, shared: SharedStore) -> None:
         self._shared = shared
         self._store = shared.store
+        self._turns = Turns()
         self._is_closed = False
         self.removals: deque[Removal] = deque(maxlen=_MAX_REMOVALS)
         self.spared: Collection[bytes] = ()
@@ -311,7 +315,8 @@ class StoreView(Observable, Lends, Spares, Purges):
         self.is_shared = True
 
     async def contains(self, keys: Sequence[bytes]) -> list[bool]:
-        return [False] * len(keys) if self._is_closed else await self._store.contains(keys)
+        async with self._turns.take(len(keys)):
+            return [False] * len(keys) if self._is_closed else await self._store.contains(keys)
 
     async def read(self, keys: Sequence[bytes], into: Sequence[memoryview]) -> Answers:
         return await self.read_each(keys, into, lambda i: None)
@@ -323,13 +328,15 @@ class StoreView(Observable, Lends, Spares, Purges):
         arrived: Callable[[int], None],
         tenants: Sequence[bytes] = (),
     ) -> Answers:
-        if self._is_closed:
-            return [False] * len(keys)
-        return await self._store.read_each(keys, into, arrived, tenants)
+        async with self._turns.take(len(keys)):
+            if self._is_closed:
+                return [False] * len(keys)
+            return await self._store.read_each(keys, into, arrived, tenants)
 
     async def verify(self, keys: Sequence[bytes], sizes: Sequence[int]) -> None:
-        if not self._is_closed:
-            await self._shared.memory.verify(keys, sizes)
+        async with self._turns.take(len(keys)):
+            if not self._is_closed:
+                await self._shared.memory.verify(keys, sizes)
 
     def lend(
         self, keys: Sequence[bytes], sizes: Sequence[int]
@@ -341,15 +348,17 @@ class StoreView(Observable, Lends, Spares, Purges):
     async def write(
         self, keys: Sequence[bytes], chunks: Sequence[memoryview], tenants: Sequence[bytes] = ()
     ) -> Sequence[Written]:
-        if self._is_closed:
-            return [False] * len(keys)
-        answers = await self._store.write(keys, chunks, tenants)
+        async with self._turns.take(len(keys)):
+            if self._is_closed:
+                return [False] * len(keys)
+            answers = await self._store.write(keys, chunks, tenants)
         self._shared.written([key for key, good in zip(keys, answers, strict=True) if good])
         return answers
 
     async def remove(self, keys: Sequence[bytes]) -> None:
-        if not self._is_closed:
-            await self._store.remove(keys)
+        async with self._turns.take(len(keys)):
+            if not self._is_closed:
+                await self._store.remove(keys)
 
     async def close(self) -> None:
         if not self._is_closed:

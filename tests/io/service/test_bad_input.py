@@ -178,8 +178,9 @@ def test_another_version_is_told_which_one_it_needs(talk):
         (256 << 20).to_bytes(4, "little") + b"x" * 100,
         b"\xff\xff\xff\xff",
         b"\5\0\0\0hello",
+        frame(replace(OPEN, tiers=OPEN.tiers * 65)),
     ],
-    ids=["256 MB", "4 GB", "no message"],
+    ids=["256 MB", "4 GB", "no message", "65 tiers"],
 )
 def test_what_is_no_message_ends_the_session_alone(talk, data):
     other = talk().greet()
@@ -230,6 +231,7 @@ def test_slots_keys_and_names_that_cannot_be_are_misses(talk):
         ({"namespace": ""}, "namespace"),
         ({"namespace": "n" * 10_000}, "namespace"),
         ({"chunk_bytes": 1 << 40}, "memory.capacity"),
+        ({"tiers": opening([("serve", "serve", {}), ("more", "serve", {})]).tiers}, "backends"),
     ],
 )
 def test_an_order_to_open_what_cannot_be_is_refused_by_name(talk, changed, field):
