@@ -448,7 +448,7 @@ def test_a_failed_verification_is_counted_by_its_check():
     tier = RemoteTier("memory", 1.0, lambda: None)
     tier.opened(has_index=True)
     counters = {"read_corrupt_mac": 2, "corrupt_key": 1, "corrupt": 9, "corrupt_removed": 1}
-    tier.told(Figures("memory", (0, None, 0, {}), counters))
+    tier.take(Figures("memory", (0, None, 0, {}), counters))
     told = as_data(tier.samples())
     corrupt = told[CORRUPT_CHUNKS]["memory"]
     assert {kind: count for kind, count in corrupt.items() if count} == {"mac": 2, "key": 1}

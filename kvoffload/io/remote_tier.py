@@ -244,14 +244,14 @@ class RemoteTier:
         match message:
             case PresenceChanges():
                 self.announced(message)
-            case Forgotten():
-                self.forgotten(message.keys)
+            case Forgotten():  # announcements of these keys from now on count again
+                self._forgetting.difference_update(message.keys)
             case Present():
                 self.answered(message)
             case Removed():
-                self.removed(message.removals)
+                self._removals.extend(Removal(*removal) for removal in message.removals)
             case Figures():
-                self.told(message)
+                self._told = self._told[0], message
 
     def announced(self, message: PresenceChanges) -> None:
         """Take in changes of the index, unless the tier is reset meanwhile."""
@@ -275,10 +275,6 @@ class RemoteTier:
             keys.difference_update(list(forgetting))
         self.is_met = True
         self.is_complete = message.complete or self.is_complete
-
-    def forgotten(self, keys: Sequence[bytes]) -> None:
-        """Take in that later announcements of these keys count again."""
-        self._forgetting.difference_update(keys)
 
     def moved(self, order: Load | Store, answer: Answered, is_current: bool = True) -> None:
         """Take in the answer of a load or store; an index announces stored keys by itself."""
@@ -319,11 +315,3 @@ class RemoteTier:
         for asked in self._asked_for:
             pairs = zip(message.keys, message.answers, strict=True)
             asked.update((key, there) for key, there in pairs if key in asked)
-
-    def removed(self, removals: Sequence[tuple[bytes, str]]) -> None:
-        """Take in what the store removed by itself."""
-        self._removals.extend(Removal(*removal) for removal in removals)
-
-    def told(self, figures: Figures) -> None:
-        """Take in usage and counters."""
-        self._told = self._told[0], figures

@@ -330,7 +330,7 @@ def test_counters_may_be_read_while_the_store_closes(tier):
     reader.start()
     try:
         for number in range(400):  # a new name each time
-            tier.told(Figures("t", (0, None, 0, {}), {"every": 1000, f"{number}": 1}))
+            tier.take(Figures("t", (0, None, 0, {}), {"every": 1000, f"{number}": 1}))
             tier.reset()
     finally:
         is_over.set()
