@@ -89,6 +89,17 @@ class Collected(NamedTuple):
     failures: Sequence[str] = ()
     """Each thing that could not be removed, and why."""
 
+    @classmethod
+    def of_chunks(
+        cls, chunks: int, stored_bytes: int, wanted: Garbage, why: str = "", **more: int
+    ) -> "Collected":
+        """Return the removal of chunks alone; ``why`` some stay, and further figures."""
+        figures = {"dry_run": wanted.dry_run, "removed": chunks, "freed_bytes": stored_bytes}
+        if unknown := more.get("unknown"):
+            why = f"; of {counted(unknown, 'further chunk')} it is not known whose they are"
+        summary = f"{counted(chunks, 'chunk')}, {human_bytes(stored_bytes)}{why}"
+        return cls(summary, figures | more)
+
 
 class Check(NamedTuple):
     """What ``verify`` is asked to read."""

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Generic, TypeVar
 
 from kvoffload.backends.admin import Check, Verified, counted
-from kvoffload.backends.header import OTHER_KEY, OTHER_VERSION
+from kvoffload.backends.header import NOT_DAMAGED, OTHER_KEY, OTHER_VERSION
 from kvoffload.config import human_bytes
 
 T = TypeVar("T")
@@ -59,6 +59,20 @@ class Verification(Generic[T]):
         It is not checked further, and stays.
         """
         self._unread[reason] += 1
+
+    def judge(self, path: str, reason: str | None, remove: Callable[[], str | None]) -> None:
+        """Count what is wrong with a chunk, if anything is, and remove it if that is asked for.
+
+        Args:
+            path: of the chunk.
+            reason: why loads miss it; empty or None: they do not.
+            remove: removes it; returns why it stays, or nothing.
+        """
+        if reason in NOT_DAMAGED:
+            self.add_unread(reason)
+        elif reason:
+            stays = remove() if self.repairs else "left in place"
+            self.add_damage(path, reason, stays or "removed", removed=not stays)
 
     def report(
         self, more: Sequence[str] = (), *, is_sound: bool = True, **figures: Any

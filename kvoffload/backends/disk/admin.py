@@ -5,6 +5,7 @@ import mmap
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
+from functools import partial
 from itertools import compress
 from typing import Any, TypeVar
 
@@ -25,7 +26,6 @@ from kvoffload.backends.disk import manifest
 from kvoffload.backends.disk.doctor import diagnose
 from kvoffload.backends.disk.inspector import Chunk, DiskInspector, Waste, inspected
 from kvoffload.backends.disk.options import DiskOptions
-from kvoffload.backends.header import NOT_DAMAGED
 from kvoffload.backends.key_files import read_encryption, without
 from kvoffload.backends.seals import Seal, is_of
 from kvoffload.backends.verification import Verification
@@ -226,11 +226,8 @@ def verify(found: DiskInspector, wanted: Check, cipher: Seal | None = None) -> V
     for chunk in run.chosen:
         fault, read_bytes = found.verify(chunk, buffer, cipher)
         is_gone = fault == "missing"  # evicted since it was listed
-        if fault in NOT_DAMAGED:
-            run.add_unread(fault)
-        elif fault is not None and not is_gone:
-            why = _repaired(found, chunk) if run.repairs else "left in place"
-            run.add_damage(chunk.path, fault, why, removed=why == "removed")
+        if not is_gone:
+            run.judge(chunk.path, fault, partial(_why_not_removed, found, chunk))
         time.sleep(run.add(read_bytes, chunk.allocated_bytes, is_gone=is_gone))
     faults = {"ledger_fault": found.ledger()[1], "limits_fault": found.limits()[1]}
     strays, leftovers = list(found.strays()), found.leftovers()
@@ -248,12 +245,12 @@ def verify(found: DiskInspector, wanted: Check, cipher: Seal | None = None) -> V
     return run.report(lines, is_sound=is_sound, root=found.root, **faults, **told)
 
 
-def _repaired(found: DiskInspector, chunk: Chunk) -> str:
-    """Remove a damaged chunk; return what became of it."""
+def _why_not_removed(found: DiskInspector, chunk: Chunk) -> str:
+    """Remove a damaged chunk; return why it stays, or nothing."""
     try:
         found.remove(chunk)
     except IsADirectoryError:
         return "left in place: a folder, remove it by hand"
     except OSError as error:
         return f"left in place: {error.strerror}"
-    return "removed"
+    return ""

@@ -10,6 +10,7 @@ import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 from kvoffload.backends.admin import (
@@ -20,13 +21,11 @@ from kvoffload.backends.admin import (
     Holding,
     Survey,
     Verified,
-    counted,
     named,
 )
 from kvoffload.backends.base import Described
 from kvoffload.backends.header import (
     COMPACT_BYTES,
-    NOT_DAMAGED,
     Header,
     counted_as,
     parse_header,
@@ -46,7 +45,6 @@ from kvoffload.backends.object.naming import (
 from kvoffload.backends.object.options import ObjectOptions
 from kvoffload.backends.seals import Seal, fault_by_check, is_of
 from kvoffload.backends.verification import Verification
-from kvoffload.config import human_bytes
 
 PATIENCE_S = 30.0
 """Of a request of a command."""
@@ -190,7 +188,7 @@ def _collect(operator: Operator, wanted: Garbage) -> Collected:
         total = totals[tag]
         if not wanted.dry_run:
             _purge(operator, [tag])
-        return _collected(total.chunks, total.nbytes, wanted)
+        return Collected.of_chunks(total.chunks, total.nbytes, wanted)
     age_s = operator.options.ttl_s if wanted.unused_s is None else wanted.unused_s
     oldest_s = time.time() - age_s
     removed: Counter[str] = Counter()
@@ -207,7 +205,7 @@ def _collect(operator: Operator, wanted: Garbage) -> Collected:
         operator.bucket.delete_all(old())
         told = (each.name for each in operator.listed(MANIFESTS) if each.modified_s <= oldest_s)
         operator.bucket.delete_all(told)
-    return _collected(removed["chunks"], removed["nbytes"], wanted)
+    return Collected.of_chunks(removed["chunks"], removed["nbytes"], wanted)
 
 
 def _erase(operator: Operator, tenant: bytes, wanted: Garbage) -> Collected:
@@ -239,22 +237,14 @@ def _erase(operator: Operator, tenant: bytes, wanted: Garbage) -> Collected:
         deque(theirs(), maxlen=0)
     else:
         operator.bucket.delete_all(theirs())
-    collected = _collected(total["chunks"], total["nbytes"], wanted)
-    figures, summary = {**collected.figures, "unknown": total["unknown"]}, collected.summary
-    if unknown := total["unknown"]:
-        summary += f"; of {counted(unknown, 'further chunk')} it is not known whose they are"
-    return Collected(summary, figures)
+    removed, unknown = (total["chunks"], total["nbytes"]), total["unknown"]
+    return Collected.of_chunks(*removed, wanted, unknown=unknown)
 
 
 def _tag_of(operator: Operator, namespace: str, tags: Iterable[str]) -> str:
     """Return which of these parts in names is the namespace's."""
     known = {operator.facts(each)[0]: each for each in tags}
     return known[named(namespace, known)]
-
-
-def _collected(chunks: int, nbytes: int, wanted: Garbage) -> Collected:
-    figures = {"dry_run": wanted.dry_run, "removed": chunks, "freed_bytes": nbytes}
-    return Collected(f"{counted(chunks, 'chunk')}, {human_bytes(nbytes)}", figures)
 
 
 def _verify(operator: Operator, wanted: Check) -> Verified:
@@ -273,13 +263,7 @@ def _verify(operator: Operator, wanted: Check) -> Verified:
         except FileNotFoundError:
             run.add(0, stored.nbytes, is_gone=True)
             continue
-        if fault in NOT_DAMAGED:
-            run.add_unread(fault)
-        elif fault:
-            if run.repairs:
-                operator.bucket.delete(stored.name)
-            why = "removed" if run.repairs else "left in place"
-            run.add_damage(stored.name, fault, why, removed=run.repairs)
+        run.judge(stored.name, fault, partial(operator.bucket.delete, stored.name))
         operator.pause(run.add(read_bytes, stored.nbytes))
     return run.report()
 

@@ -26,7 +26,7 @@ from kvoffload.backends.admin import (
     named,
 )
 from kvoffload.backends.base import Usage
-from kvoffload.backends.header import COMPACT_BYTES, NOT_DAMAGED, Header, parse_header
+from kvoffload.backends.header import COMPACT_BYTES, Header, parse_header
 from kvoffload.backends.redis.connection import Address, Connection, Lost
 from kvoffload.backends.redis.discovery import masters
 from kvoffload.backends.redis.handshake import CommandRefused, connected, expect, info_of
@@ -265,13 +265,8 @@ def _collect(operator: Operator, wanted: Garbage) -> Collected:
         f"; {undated} chunks stay: they live longer than ttl_s, so their age is unknown; give the "
         "ttl_s of the engines with -o"
     )
-    return _collected(total, wanted, why if undated else "", undated=undated)
-
-
-def _collected(total: Counter[str], wanted: Garbage, why: str, **more: int) -> Collected:
-    summary = f"{counted(total['chunks'], 'chunk')}, {human_bytes(total['bytes'])}{why}"
-    figures = {"removed": total["chunks"], "freed_bytes": total["bytes"]}
-    return Collected(summary, {"dry_run": wanted.dry_run} | figures | more)
+    removed = total["chunks"], total["bytes"]
+    return Collected.of_chunks(*removed, wanted, why if undated else "", undated=undated)
 
 
 def _remove(
@@ -312,8 +307,7 @@ def _erase(operator: Operator, tenant: bytes, wanted: Garbage) -> Collected:
         return list(compress(names, verdicts))
 
     total = _remove(operator, front, of_tenant, dry_run=wanted.dry_run)
-    why = f"; of {counted(unknown, 'further chunk')} it is not known whose they are"
-    return _collected(total, wanted, why if unknown else "", unknown=unknown)
+    return Collected.of_chunks(total["chunks"], total["bytes"], wanted, unknown=unknown)
 
 
 def _headers(connection: Connection, names: Sequence[bytes]) -> list[Header | str]:
@@ -403,13 +397,11 @@ def _verify_one(
     reason = "corrupt_type" if isinstance(answer, ServerError) else None
     if isinstance(answer, memoryview):
         reason = check.fault(value.name, answer)
-    if reason in NOT_DAMAGED:
-        run.add_unread(reason)
-    elif reason:
-        if run.repairs:
-            expect(connection, b"UNLINK", value.name)
-        why = "removed" if run.repairs else "left in place"
-        run.add_damage(value.path, reason, why, removed=run.repairs)
+
+    def remove() -> None:
+        expect(connection, b"UNLINK", value.name)
+
+    run.judge(value.path, reason, remove)
     return run.add(len(found), value.stored_bytes, is_gone=is_gone)
 
 
