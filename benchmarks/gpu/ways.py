@@ -15,7 +15,7 @@ from benchmarks.gpu.ours import Background, Ours, caches_of, median_s, quantile,
 from benchmarks.harness import Row, row
 from kvoffload.messages import CanonicalKVCaches
 from kvoffload.transfer.cuda import direction
-from kvoffload.transfer.cuda.device import BlockTable, Part
+from kvoffload.transfer.cuda.staged_blocks import BlockTable, Part
 from kvoffload.transfer.cuda.stream_copier import StreamCopier
 from kvoffload.transfer.layout import ChunkLayout
 from kvoffload.transfer.slab import Slab

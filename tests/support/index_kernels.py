@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import torch
 
 from kvoffload.messages import CanonicalKVCaches
-from kvoffload.transfer.cuda.device import BlockTable, Part
+from kvoffload.transfer.cuda.staged_blocks import BlockTable, Part
 
 
 class IndexKernels:

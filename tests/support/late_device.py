@@ -19,7 +19,7 @@ import torch
 from kvoffload.io.lent_memory import LentMemory
 from kvoffload.messages import CanonicalKVCaches
 from kvoffload.transfer.cuda.copies import Copies
-from kvoffload.transfer.cuda.device import BlockTable, Part
+from kvoffload.transfer.cuda.staged_blocks import BlockTable, Part
 from kvoffload.transfer.slab import Slab
 from tests.support.index_kernels import IndexKernels
 
@@ -46,7 +46,7 @@ class LateEvent:
         self._device.run_until(self)
 
     def elapsed_time(self, end_event: "LateEvent") -> float:
-        """See :meth:`kvoffload.transfer.cuda.device.Event.elapsed_time`."""
+        """See :meth:`kvoffload.transfer.cuda.torch_device.CudaEvent.elapsed_time`."""
         if self.passed_at_s is None or end_event.passed_at_s is None:
             raise RuntimeError("an event is asked for its time before it is passed")
         return (end_event.passed_at_s - self.passed_at_s) * 1e3
@@ -68,12 +68,12 @@ class LateStream:
             self.work.append(work)
 
     def wait_event(self, event: LateEvent) -> None:
-        """See :meth:`kvoffload.transfer.cuda.device.Stream.wait_event`."""
+        """See :meth:`kvoffload.transfer.cuda.torch_device.CudaStream.wait_event`."""
         with self._device.lock:
             self.work.append(event)
 
     def record_event(self, *, timed: bool = False) -> LateEvent:
-        """See :meth:`kvoffload.transfer.cuda.device.Stream.record_event`; every event is timed."""
+        """Do as :class:`kvoffload.transfer.cuda.torch_device.CudaStream`; every event is timed."""
         event = LateEvent(self._device)
 
         def arrive() -> None:
@@ -83,7 +83,7 @@ class LateStream:
         return event
 
     def synchronize(self) -> None:
-        """See :meth:`kvoffload.transfer.cuda.device.Stream.synchronize`."""
+        """See :meth:`kvoffload.transfer.cuda.torch_device.CudaStream.synchronize`."""
         LateStream.record_event(self).synchronize()
 
     def step(self) -> bool:
@@ -111,12 +111,12 @@ class LateMemory:
         self.portion_bytes = 1 << 60
 
     def is_settled(self, end: int) -> bool:
-        """See :class:`kvoffload.transfer.cuda.device.HostMemory`."""
+        """See :class:`kvoffload.transfer.cuda.pinning.Pinning`."""
         return self.pinned_bytes >= end
 
 
 class LateDevice:
-    """See the module; a :class:`kvoffload.transfer.cuda.device.Device`.
+    """See the module; a :class:`kvoffload.transfer.cuda.torch_device.CudaDevice`.
 
     Args:
         kv_caches: CPU tensors.
@@ -202,7 +202,7 @@ class LateDevice:
         return self.engine.record_event()
 
     def new_stream(self) -> LateStream:
-        """See :class:`kvoffload.transfer.cuda.device.Device`."""
+        """See :class:`kvoffload.transfer.cuda.torch_device.CudaDevice`."""
         stream = LateStream(self)
         with self.lock:
             self.streams.append(stream)
@@ -224,7 +224,7 @@ class LateDevice:
         ]
 
     def upload(self, stream: LateStream, table: BlockTable) -> None:
-        """See :class:`kvoffload.transfer.cuda.device.Device`."""
+        """See :class:`kvoffload.transfer.cuda.torch_device.CudaDevice`."""
         length = 3 * table.count
         source = torch.from_numpy(table.host)
         stream.enqueue(lambda: table.device[:length].copy_(source[:length]))
@@ -237,12 +237,12 @@ class LateDevice:
         stage: torch.Tensor,
         to_stage: bool,
     ) -> None:
-        """See :class:`kvoffload.transfer.cuda.device.Device`."""
+        """See :class:`kvoffload.transfer.cuda.torch_device.CudaDevice`."""
         frozen = _frozen(table)
         stream.enqueue(lambda: self._kernels.move(part, frozen, stage, to_stage))
 
     def has_batches(self, memory: "LateMemory", end: int) -> bool:
-        """See :class:`kvoffload.transfer.cuda.device.Device`."""
+        """See :class:`kvoffload.transfer.cuda.torch_device.CudaDevice`."""
         return self.batches
 
     def copy(self, stream: LateStream, copies: Copies, to_host: bool, memory: "LateMemory") -> None:
@@ -260,16 +260,16 @@ class LateDevice:
             stream.enqueue(lambda t=target, s=source, n=num_bytes: ctypes.memmove(t, s, n))  # type: ignore[misc]
 
     def lent(self, memory: LentMemory, end: int) -> "LateMemory":
-        """See :class:`kvoffload.transfer.cuda.device.Device`; nothing has to be pinned."""
+        """Do as :class:`kvoffload.transfer.cuda.torch_device.CudaDevice`, but pin nothing."""
         whole = np.frombuffer(memory.bytes, np.int8)
         return LateMemory(whole.ctypes.data, len(whole))
 
     def can_pin_lent(self) -> bool:
-        """See :class:`kvoffload.transfer.cuda.device.Device`."""
+        """See :class:`kvoffload.transfer.cuda.torch_device.CudaDevice`."""
         return True
 
     def stop_pinning(self) -> None:
-        """See :class:`kvoffload.transfer.cuda.device.Device`."""
+        """See :class:`kvoffload.transfer.cuda.torch_device.CudaDevice`."""
         self.slab.pinned_bytes = self._slab.num_bytes
 
     def stats(self) -> dict[str, str | int]:

@@ -10,7 +10,7 @@ CHILD = """
 import numpy as np, torch
 from kvoffload.messages import *
 from kvoffload.transfer.cuda.triton_kernel import TritonKernels
-from kvoffload.transfer.cuda.device import BlockTable, Part
+from kvoffload.transfer.cuda.staged_blocks import BlockTable, Part
 from kvoffload.transfer.layout import ChunkLayout
 from tests.support.index_kernels import IndexKernels
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from kvoffload.messages import CanonicalKVCaches
 from kvoffload.transfer.cuda.copies import Copies
-from kvoffload.transfer.cuda.device import Part
+from kvoffload.transfer.cuda.staged_blocks import Part
 from kvoffload.transfer.layout import ChunkLayout, Moves, Numbers, Region, numbered
 
 MOST_BLOCKS = 4096

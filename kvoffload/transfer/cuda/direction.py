@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvoffload.transfer.cuda.copy_plan import CopyPlan
-from kvoffload.transfer.cuda.device import BlockTable, Device, Event, Stream
+from kvoffload.transfer.cuda.staged_blocks import BlockTable
+from kvoffload.transfer.cuda.torch_device import CudaDevice, CudaEvent, CudaStream
 
 if TYPE_CHECKING:
     import torch
@@ -41,7 +42,7 @@ class Stage:
     """Staging memory."""
 
     memory: "torch.Tensor"
-    used: Event | None = None
+    used: CudaEvent | None = None
     """After it, neither a copy nor a kernel uses the memory."""
 
 
@@ -50,7 +51,7 @@ class Table:
     """A table of blocks that are gathered or scattered."""
 
     blocks: BlockTable
-    used: Event | None = None
+    used: CudaEvent | None = None
     """After it, no kernel reads the table."""
 
 
@@ -61,7 +62,7 @@ class Staging:
         MemoryError: the device has no room for it.
     """
 
-    def __init__(self, device: Device, plan: CopyPlan) -> None:
+    def __init__(self, device: CudaDevice, plan: CopyPlan) -> None:
         self.stages: deque[Stage] = deque()
         self.tables: deque[Table] = deque()
         """The leftmost of either was used longest ago."""
@@ -73,21 +74,21 @@ class Staging:
 class Direction:
     """To the host, or from it; for the launching thread alone."""
 
-    def __init__(self, device: Device, staging: Staging) -> None:
+    def __init__(self, device: CudaDevice, staging: Staging) -> None:
         self.stages, self.tables = staging.stages, staging.tables
         self.kernels = device.new_stream()
         self._buses = deque(device.new_stream() for _ in range(2))
-        self.last: Event | None = None
+        self.last: CudaEvent | None = None
         """The end of the last batch."""
-        self._flying: deque[tuple[Event, float]] = deque()
+        self._flying: deque[tuple[CudaEvent, float]] = deque()
         """Events after copies, and the share of these in what may be in flight."""
 
     @property
-    def streams(self) -> Sequence[Stream]:
+    def streams(self) -> Sequence[CudaStream]:
         """All of them."""
         return [self.kernels, *self._buses]
 
-    def next_stream(self) -> Stream:
+    def next_stream(self) -> CudaStream:
         """Return the stream of the next batch, which begins when the one before it has ended."""
         self._buses.rotate()
         stream = self._buses[0]

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from kvoffload.transfer.base import CopyFence
-from kvoffload.transfer.cuda.device import Event
+from kvoffload.transfer.cuda.torch_device import CudaEvent
 
 log = logging.getLogger(__name__)
 
@@ -15,7 +15,7 @@ class EngineFence:
 
     error: BaseException | None = None
 
-    def __init__(self, event: Event) -> None:
+    def __init__(self, event: CudaEvent) -> None:
         self.event = event
 
     def done(self) -> bool:
@@ -28,17 +28,17 @@ class EngineFence:
 class Timing(NamedTuple):
     """Timed events of a transfer."""
 
-    begun: Event | None = None
+    begun: CudaEvent | None = None
     """Its first copy begins. A load whose copies do not wait for the engine's work begins when its
     first kernel has waited for that; None before this is recorded."""
-    early: tuple[tuple[Event, Event], ...] = ()
+    early: tuple[tuple[CudaEvent, CudaEvent], ...] = ()
     """Begins and ends of copies that may run before ``begun``."""
 
-    def begun_at(self, event: Event) -> "Timing":
+    def begun_at(self, event: CudaEvent) -> "Timing":
         """Set the begin, if it is not set."""
         return self if self.begun is not None else self._replace(begun=event)
 
-    def seconds_to(self, ends: Sequence[Event]) -> float:
+    def seconds_to(self, ends: Sequence[CudaEvent]) -> float:
         """Seconds of the copies up to the last end, without waits for the engine's work."""
         begun = self.begun
         if begun is None or not ends:
@@ -62,7 +62,7 @@ class StreamFence(CopyFence):
         super().__init__()
         self._watch = watch
         self._timing = Timing()
-        self._events: Sequence[Event] | None = None
+        self._events: Sequence[CudaEvent] | None = None
 
     def done(self) -> bool:
         if not self._is_reached and self._events is not None:
@@ -100,7 +100,7 @@ class StreamFence(CopyFence):
             return 0.0
 
     def all_enqueued(
-        self, timing: Timing, events: Sequence[Event], error: BaseException | None
+        self, timing: Timing, events: Sequence[CudaEvent], error: BaseException | None
     ) -> None:
         """Set the events at which the transfer ends; it has failed if there is an ``error``."""
         with self._changed:

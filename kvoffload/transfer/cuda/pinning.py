@@ -69,11 +69,13 @@ class Pinning:
     ) -> None:
         self.address = memory.address
         self.pinned_bytes = 0
+        """So many bytes from the start on are pinned."""
         self.error: Exception | None = None
         """Why the rest is not pinned. Copies of it work, slowly."""
         self._register = register
         self._unregister = unregister
         self.portion_bytes = portion_bytes
+        """Where a multiple of this lies, a copy must be cut."""
         self._is_stopping = self._is_closing = False
         self._progress = threading.Condition()
         # The thread alone keeps the memory: that of a server is unmapped with its last user.

@@ -27,7 +27,6 @@ from kvoffload.transfer.base import CopyFence, Fence
 from kvoffload.transfer.cuda.call_watch import CallWatch
 from kvoffload.transfer.cuda.copies import Copies
 from kvoffload.transfer.cuda.copy_plan import MOST_COPIES, CopyPlan, blocks_of, in_bytes
-from kvoffload.transfer.cuda.device import Device, Event, HostMemory, Part, Stream
 from kvoffload.transfer.cuda.direction import (
     BATCH_BYTES,
     COPY_BYTES,
@@ -37,6 +36,9 @@ from kvoffload.transfer.cuda.direction import (
     Table,
 )
 from kvoffload.transfer.cuda.fences import EngineFence, StreamFence, Timing
+from kvoffload.transfer.cuda.pinning import Pinning
+from kvoffload.transfer.cuda.staged_blocks import Part
+from kvoffload.transfer.cuda.torch_device import CudaDevice, CudaEvent, CudaStream
 from kvoffload.transfer.layout import ChunkLayout, Moves, check_within
 from kvoffload.transfer.slab import Slab
 
@@ -68,13 +70,13 @@ class StreamJob:
     moves: Moves
     slot_bytes: int
     """The unit of their host slots."""
-    memory: HostMemory
+    memory: Pinning
     to_host: bool
     after: Fence
     fence: StreamFence
     host_end: int = 0
     """Where in host memory its last chunk ends."""
-    streams: list[Stream] = field(default_factory=list)
+    streams: list[CudaStream] = field(default_factory=list)
     """Those used so far, in the order of their first use."""
     timing: Timing = field(default_factory=Timing)
 
@@ -88,7 +90,7 @@ class Launcher:
     :mod:`tests.support.late_device` remove each one and find other bytes.
     """
 
-    def __init__(self, device: Device, plan: CopyPlan) -> None:
+    def __init__(self, device: CudaDevice, plan: CopyPlan) -> None:
         self._device = device
         self._plan = plan
         # All memory first: streams that were made before it is too short would remain.
@@ -275,11 +277,11 @@ class Launcher:
         stage.used = table.used = way.kernels.record_event()
 
     def _copy(
-        self, job: StreamJob, copies: Copies, first_waits: Callable[[Stream], object]
-    ) -> tuple[Event, Stream]:
+        self, job: StreamJob, copies: Copies, first_waits: Callable[[CudaStream], object]
+    ) -> tuple[CudaEvent, CudaStream]:
         """Enqueue copies, the first batch after a wait; return its begin and the last stream."""
         way, calls = self._ways[job.to_host], 0
-        begun: Event | None = None
+        begun: CudaEvent | None = None
         for batch in copies.of_at_most(COPY_BYTES).batches(BATCH_BYTES):
             stream = way.next_stream()
             self._use(job, stream)
@@ -294,13 +296,13 @@ class Launcher:
         assert begun is not None
         return begun, stream
 
-    def _use(self, job: StreamJob, stream: Stream) -> None:
+    def _use(self, job: StreamJob, stream: CudaStream) -> None:
         if stream not in job.streams:
             job.streams.append(stream)
 
     # ---- the fences ----
 
-    def fence_engine(self, job: StreamJob, stream: Stream) -> None:
+    def fence_engine(self, job: StreamJob, stream: CudaStream) -> None:
         """Delay the stream until the engine's work submitted before the transfer is done.
 
         A store would otherwise read blocks that the forward pass has yet to write. A load would
@@ -309,7 +311,7 @@ class Launcher:
         if isinstance(job.after, EngineFence):
             stream.wait_event(job.after.event)
 
-    def fence_stage(self, stage: Stage, stream: Stream) -> None:
+    def fence_stage(self, stage: Stage, stream: CudaStream) -> None:
         """Delay the stream until neither a copy nor a kernel uses the stage.
 
         A copy would otherwise have bytes of another portion, or a block.
@@ -317,7 +319,7 @@ class Launcher:
         if stage.used is not None:
             stream.wait_event(stage.used)
 
-    def fence_gathered(self, gathered: Event, stream: Stream) -> None:
+    def fence_gathered(self, gathered: CudaEvent, stream: CudaStream) -> None:
         """Delay the copies to the host until the pages are in the stage."""
         stream.wait_event(gathered)
 
@@ -333,7 +335,7 @@ class Launcher:
         """
         return table.used is None or table.used.query()
 
-    def fence_end(self, job: StreamJob) -> list[Event]:
+    def fence_end(self, job: StreamJob) -> list[CudaEvent]:
         """Mark the end of the transfer on all streams that it used.
 
         The transfer would otherwise count as done while copies run. The engine would overwrite
@@ -347,7 +349,7 @@ class Launcher:
         _await([*self._ways[True].streams, *self._ways[False].streams])
 
 
-def _await(streams: Sequence[Stream]) -> None:
+def _await(streams: Sequence[CudaStream]) -> None:
     for stream in streams:
         try:
             stream.synchronize()
@@ -375,7 +377,7 @@ class StreamCopier:
         kv_caches: CanonicalKVCaches,
         slab: Slab,
         layout: ChunkLayout,
-        device: Device,
+        device: CudaDevice,
         *,
         stage_bytes: int = STAGE_BYTES,
         direct_page_bytes: int = DIRECT_PAGE_BYTES,
@@ -433,7 +435,7 @@ class StreamCopier:
         return self._launch(moves, 1, lent, False, after)
 
     def _launch(
-        self, moves: Moves, slot_bytes: int, memory: HostMemory, to_host: bool, after: Fence
+        self, moves: Moves, slot_bytes: int, memory: Pinning, to_host: bool, after: Fence
     ) -> CopyFence:
         fence = StreamFence(self._launcher.watch)
         self._launcher.submit(StreamJob(moves, slot_bytes, memory, to_host, after, fence))

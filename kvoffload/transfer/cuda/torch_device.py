@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,7 +15,6 @@ from kvoffload.config import human_bytes
 from kvoffload.io.lent_memory import LentMemory
 from kvoffload.messages import CanonicalKVCaches
 from kvoffload.transfer.cuda.copies import Copies
-from kvoffload.transfer.cuda.device import BlockTable, Event, HostMemory, Part, Stream
 from kvoffload.transfer.cuda.driver import Driver
 from kvoffload.transfer.cuda.pinning import (
     CLOSE_TIMEOUT_S,
@@ -24,6 +23,7 @@ from kvoffload.transfer.cuda.pinning import (
     Pinning,
     numa_node_of,
 )
+from kvoffload.transfer.cuda.staged_blocks import BlockTable, Part
 from kvoffload.transfer.slab import Slab
 
 log = logging.getLogger(__name__)
@@ -45,16 +45,19 @@ class CudaEvent:
         self.torch.record(stream)
 
     def query(self) -> bool:
+        """Whether all work enqueued before it has run; never blocks. Raises the device's error."""
         with torch.cuda.device(self._device):
             return bool(self.torch.query())
 
     def synchronize(self) -> None:
+        """Block until it is passed, without spinning. Raises the device's error."""
         with torch.cuda.device(self._device):
             self.torch.synchronize()
 
-    def elapsed_time(self, end_event: Event) -> float:
+    def elapsed_time(self, end_event: "CudaEvent") -> float:
+        """Milliseconds from this event to a later one; both passed, both timed."""
         with torch.cuda.device(self._device):
-            return float(self.torch.elapsed_time(cast(CudaEvent, end_event).torch))
+            return float(self.torch.elapsed_time(end_event.torch))
 
 
 class CudaStream:
@@ -63,13 +66,16 @@ class CudaStream:
     def __init__(self, stream: Any) -> None:
         self.torch = stream
 
-    def wait_event(self, event: Event) -> None:
-        self.torch.wait_event(cast(CudaEvent, event).torch)
+    def wait_event(self, event: CudaEvent) -> None:
+        """Delay the work enqueued from now on until ``event`` is passed."""
+        self.torch.wait_event(event.torch)
 
-    def record_event(self, *, timed: bool = False) -> Event:
+    def record_event(self, *, timed: bool = False) -> CudaEvent:
+        """Mark the stream as it is now; ``timed`` if the event is used to measure time."""
         return CudaEvent(self.torch, timed=timed)
 
     def synchronize(self) -> None:
+        """Block until the stream is empty. Raises the device's error."""
         self.torch.synchronize()
 
 
@@ -104,7 +110,10 @@ class CudaDevice:
         self._lending = threading.Lock()
 
     def prepare(self, parts: Sequence[Part]) -> bool:
-        """Compile the kernels, and upload what they need of these parts; wait for the device."""
+        """Compile the kernels, and upload what they need of these parts; wait for the device.
+
+        False if the device has no kernels.
+        """
         if not parts or "kernels" in self._why_not:
             return False
         try:
@@ -129,6 +138,10 @@ class CudaDevice:
         self._driver.register(address, length, is_read_only)
 
     def lent(self, memory: LentMemory, end: int) -> LentPinning:
+        """Return memory of a server, which is pinned up to here, and farther by a later call.
+
+        It is unpinned when it is left.
+        """
         view = LentView(memory.bytes)
         with self._lending:
             pinning = self._lent.get(view.address)
@@ -143,6 +156,7 @@ class CudaDevice:
         return pinning
 
     def can_pin_lent(self) -> bool:
+        """Whether servers' memory can be pinned, as far as is known; never blocks."""
         return all(pinning.error is None for pinning in list(self._lent.values()))
 
     def _leave(self, address: int) -> None:
@@ -161,19 +175,27 @@ class CudaDevice:
     # ---- streams and memory ----
 
     def enter_thread(self) -> None:
+        """Make the device the current one of the calling thread."""
         torch.cuda.set_device(self._device)
         self._driver.enter_thread()
 
-    def engine_event(self) -> Event:
+    def engine_event(self) -> CudaEvent:
+        """Mark the engine's current stream on the calling thread as it is now."""
         return CudaEvent(torch.cuda.current_stream(self._device), timed=False)
 
-    def new_stream(self) -> Stream:
+    def new_stream(self) -> CudaStream:
+        """Make a stream of the highest priority, which no one else uses."""
         # A stream of torch's pool may be in use elsewhere, even to capture a CUDA graph.
         stream = self._driver.new_stream()
         self._streams.append(stream)
         return CudaStream(_cuda.ExternalStream(stream, device=self._device))
 
     def new_stage(self, num_bytes: int) -> torch.Tensor:
+        """Allocate device memory, as one row of bytes, that no earlier work uses.
+
+        Raises:
+            MemoryError: the device has not that much left.
+        """
         stage = self._empty((-(-num_bytes // 8) * 8,), torch.int8)
         # The allocator may return memory that was just freed on this thread's stream and is still
         # in use there. Our streams are not ordered behind that stream.
@@ -188,6 +210,11 @@ class CudaDevice:
             raise MemoryError(f"the GPU has no memory left for {wanted}") from error
 
     def new_tables(self, count: int, num_blocks: int) -> list[BlockTable]:
+        """Allocate tables for up to ``num_blocks`` each, that no earlier work uses.
+
+        Raises:
+            MemoryError: the device has not that much left.
+        """
         shape = (count, 3 * num_blocks)
         pinned = torch.empty(shape, dtype=torch.int64, pin_memory=True, device="cpu")
         device = self._empty(shape, torch.int64)
@@ -196,18 +223,30 @@ class CudaDevice:
 
     # ---- work ----
 
-    def upload(self, stream: Stream, table: BlockTable) -> None:
+    def upload(self, stream: CudaStream, table: BlockTable) -> None:
+        """Copy the table to the device."""
         num_bytes = table.count * 3 * table.host.itemsize
         ends = table.device.data_ptr(), table.host.ctypes.data, num_bytes
         self._enqueue(_handle(stream), Copies(*(np.array([each]) for each in ends)), False)
 
     def move(
-        self, stream: Stream, part: Part, table: BlockTable, stage: torch.Tensor, to_stage: bool
+        self,
+        stream: CudaStream,
+        part: Part,
+        table: BlockTable,
+        stage: torch.Tensor,
+        to_stage: bool,
     ) -> None:
-        with torch.cuda.stream(cast(CudaStream, stream).torch):
+        """Gather pages into staging memory, chunk after chunk; or scatter them to their blocks."""
+        with torch.cuda.stream(stream.torch):
             self._kernels.move(part, table, stage, to_stage)
 
-    def copy(self, stream: Stream, copies: Copies, to_host: bool, memory: HostMemory) -> None:
+    def copy(self, stream: CudaStream, copies: Copies, to_host: bool, memory: Pinning) -> None:
+        """Copy between device memory and host memory, in any order among the copies.
+
+        The places are settled. The bytes in host memory do not change meanwhile, so they may be
+        read earlier than the stream's order says.
+        """
         copies = copies.within_registrations(memory.portion_bytes)
         pinned = copies.host < memory.pinned_bytes
         copies = copies._replace(host=copies.host + memory.address)
@@ -216,15 +255,16 @@ class CudaDevice:
             copies = copies.take(pinned)
         self._enqueue(_handle(stream), copies, to_host, memory)
 
-    def has_batches(self, memory: HostMemory, end: int) -> bool:
+    def has_batches(self, memory: Pinning, end: int) -> bool:
+        """Whether several copies, up to here, are one call of the driver; may change."""
         return self._takes_batches(memory) and end <= memory.pinned_bytes
 
-    def _takes_batches(self, memory: HostMemory | None) -> bool:
+    def _takes_batches(self, memory: Pinning | None) -> bool:
         is_refused = isinstance(memory, LentPinning) and not memory.takes_batches
         return "copies" not in self._why_not and not is_refused
 
     def _enqueue(
-        self, stream: int, copies: Copies, to_host: bool, memory: HostMemory | None = None
+        self, stream: int, copies: Copies, to_host: bool, memory: Pinning | None = None
     ) -> None:
         """Copy from and to pinned memory, whose addresses the copies name.
 
@@ -249,6 +289,7 @@ class CudaDevice:
             self._driver.copy(stream, device, host, num_bytes, to_host)
 
     def stop_pinning(self) -> None:
+        """Pin no more host memory: all of it is settled."""
         for pinning in self._pinnings():
             pinning.stop()
 
@@ -257,6 +298,7 @@ class CudaDevice:
             return [self.slab, *self._lent.values()]
 
     def stats(self) -> dict[str, str | int]:
+        """Name the ways taken, and why."""
         error = self.slab.error
         why_not = {**self._why_not, **({"pinned": str(error)} if error else {})}
         return {
@@ -269,6 +311,7 @@ class CudaDevice:
         }
 
     def close(self) -> None:
+        """Unpin host memory and free the streams; no copy may run any more."""
         pinnings, end_s = self._pinnings(), time.monotonic() + CLOSE_TIMEOUT_S
         for pinning in pinnings:
             pinning.let_go()
@@ -278,5 +321,5 @@ class CudaDevice:
             self._driver.destroy_stream(self._streams.pop())
 
 
-def _handle(stream: Stream) -> int:
-    return int(cast(CudaStream, stream).torch.cuda_stream)
+def _handle(stream: CudaStream) -> int:
+    return int(stream.torch.cuda_stream)

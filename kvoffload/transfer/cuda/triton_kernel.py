@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from kvoffload.messages import CanonicalKVCaches
-from kvoffload.transfer.cuda.device import BlockTable, Part
+from kvoffload.transfer.cuda.staged_blocks import BlockTable, Part
 
 MOST_WORDS = 2048
 """Words that a program moves at once, if pages have as many."""
