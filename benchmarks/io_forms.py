@@ -24,7 +24,8 @@ from kvoffload.io.client import IOClient
 from kvoffload.io.forms import ServerProcess, ServerThread
 from kvoffload.io.protocol import VERSION, Open, TierSettings
 from kvoffload.testing.backends import keys_of
-from kvoffload.transfer.slab import Slab, create_shared_memory
+from kvoffload.transfer.shared_memory import create_shared_memory
+from kvoffload.transfer.slab import Slab
 from tests.support.redis_server import BINARY, RedisServer
 
 TOTAL_BYTES = 128 << 20

@@ -59,7 +59,8 @@ from kvoffload.testing.harness import keys_of
 from kvoffload.transfer.cpu.copier import CpuCopier
 from kvoffload.transfer.engine import TransferEngine
 from kvoffload.transfer.layout import ChunkLayout
-from kvoffload.transfer.slab import Slab, create_shared_memory
+from kvoffload.transfer.shared_memory import create_shared_memory
+from kvoffload.transfer.slab import Slab
 from tests.support.host_server import HostServer
 
 TOTAL_BYTES = 128 << 20

@@ -39,7 +39,8 @@ from kvoffload.messages import (
 from kvoffload.testing.harness import keys_of
 from kvoffload.transfer.cpu.copier import CpuCopier
 from kvoffload.transfer.layout import ChunkLayout
-from kvoffload.transfer.slab import Slab, create_shared_memory
+from kvoffload.transfer.shared_memory import create_shared_memory
+from kvoffload.transfer.slab import Slab
 
 MEMORY = 1 << 30
 ROUNDS = 9

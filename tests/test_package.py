@@ -36,6 +36,11 @@ def test_importing_loads_no_torch_and_no_store():
     assert loaded == []
 
 
+def test_the_io_process_and_the_server_of_a_host_load_no_torch_and_no_numpy():
+    parts = "kvoffload.io.process, kvoffload.cli.serve, kvoffload.backends.disk.backend"
+    assert run(f"import sys, {parts}; print(*{{'torch', 'numpy'}} & {{*sys.modules}})") == []
+
+
 def test_each_requirement_is_bounded_and_what_is_installed_is_within_its_bounds():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     groups = project["optional-dependencies"].values()

@@ -20,7 +20,8 @@ from kvoffload.messages import (
 )
 from kvoffload.transfer.factory import make_copier
 from kvoffload.transfer.layout import ChunkLayout
-from kvoffload.transfer.slab import Slab, create_shared_memory
+from kvoffload.transfer.shared_memory import create_shared_memory
+from kvoffload.transfer.slab import Slab
 
 WAYS = {"store": (True,), "load": (False,), "both ways": (True, False)}
 """Directions, as the ``to_host`` of transfers."""

@@ -21,7 +21,7 @@ from kvoffload.io.service.listener import Listener
 from kvoffload.io.service.service import Service, run_service
 from kvoffload.io.service.settings import read_serve_config
 from kvoffload.metrics.endpoint import MetricsServer
-from kvoffload.transfer.slab import check_host_memory, explain_huge_pages
+from kvoffload.transfer.shared_memory import check_host_memory, explain_huge_pages
 
 log = logging.getLogger(__name__)
 

@@ -8,7 +8,7 @@ from kvoffload.backends.admin import Finding
 from kvoffload.io.attached import AttachedServer
 from kvoffload.io.protocol import MessageReader, Refused
 from kvoffload.io.service.listener import lock_of
-from kvoffload.transfer.slab import create_shared_memory
+from kvoffload.transfer.shared_memory import create_shared_memory
 
 ANSWER_S = 5.0
 """How long the server may take to say its first word."""

@@ -12,7 +12,8 @@ from kvoffload.io.attached import AttachedServer
 from kvoffload.io.client import IOClient
 from kvoffload.io.forms import Form, ServerProcess, ServerThread, check_interpreter
 from kvoffload.io.protocol import VERSION, Open, TierSettings
-from kvoffload.transfer.slab import Slab, create_shared_memory
+from kvoffload.transfer.shared_memory import create_shared_memory
+from kvoffload.transfer.slab import Slab
 
 log = logging.getLogger(__name__)
 _NO_PROCESS = (

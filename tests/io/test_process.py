@@ -262,7 +262,7 @@ ENGINE = """
 import sys, time
 from kvoffload.io.client import IOClient
 from kvoffload.io.forms import ServerProcess
-from kvoffload.transfer.slab import create_shared_memory
+from kvoffload.transfer.shared_memory import create_shared_memory
 from tests.support.io_rig import opening
 import os
 fd = create_shared_memory(1 << 20)

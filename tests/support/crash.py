@@ -22,8 +22,6 @@ import time
 from collections import Counter
 from typing import NamedTuple
 
-import numpy  # noqa: F401  # once here: a life that imports it takes six times as long
-
 from kvoffload.backends.disk.backend import DiskBackend, DiskOptions
 from kvoffload.backends.disk.paths import WRITERS
 from kvoffload.backends.disk.vfs import Vfs

@@ -19,7 +19,8 @@ import hashlib, os, random, signal, sys, threading, time
 signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])  # libraries start threads
 from kvoffload.io.attached import AttachedServer
 from kvoffload.io.client import IOClient
-from kvoffload.transfer.slab import Slab, create_shared_memory
+from kvoffload.transfer.shared_memory import create_shared_memory
+from kvoffload.transfer.slab import Slab
 from tests.support.host_server import KEYS, SIZE, Job, key_of, payload_of
 from tests.support.io_rig import opening
 

@@ -31,7 +31,8 @@ from kvoffload.io.service.listener import Listener
 from kvoffload.io.service.service import run_service
 from kvoffload.io.service.settings import read_serve_config
 from kvoffload.policies.lru import LRUPolicy
-from kvoffload.transfer.slab import Slab, create_shared_memory
+from kvoffload.transfer.shared_memory import create_shared_memory
+from kvoffload.transfer.slab import Slab
 from tests.support import kill_points
 from tests.support.host_server import SIZE, key_of, payload_of
 from tests.support.host_server import Job as AnsweredJob

@@ -10,7 +10,7 @@ from kvoffload.io.lent_memory import LentMemory
 from kvoffload.messages import CanonicalKVCaches, GPULoadStoreSpec
 from kvoffload.transfer.base import Copier, CopiesFromAnywhere
 from kvoffload.transfer.layout import ChunkLayout
-from kvoffload.transfer.slab import create_shared_memory
+from kvoffload.transfer.shared_memory import create_shared_memory
 from tests.support.fence_ends import ends
 
 

@@ -11,7 +11,8 @@ import psutil
 from kvoffload.connectors.vllm.worker_presence import WorkerPresence
 from kvoffload.io.client import IOClient
 from kvoffload.io.forms import ServerProcess
-from kvoffload.transfer.slab import Slab, create_shared_memory
+from kvoffload.transfer.shared_memory import create_shared_memory
+from kvoffload.transfer.slab import Slab
 from tests.support.io_rig import opening
 
 SLOT = 4096

@@ -12,11 +12,13 @@ from pathlib import Path
 import pytest
 
 from kvoffload.errors import ConfigError
+from kvoffload.transfer import shared_memory
 from kvoffload.transfer import slab as slab_module
 from kvoffload.transfer.cpu.copier import POPULATED_BYTES, CpuCopier
 from kvoffload.transfer.cuda.pinning import Pinning
 from kvoffload.transfer.layout import ChunkLayout
-from kvoffload.transfer.slab import Slab, create_shared_memory
+from kvoffload.transfer.shared_memory import create_shared_memory
+from kvoffload.transfer.slab import Slab
 from tests.support.fence_ends import ends
 from tests.support.moves import move, moves_of
 
@@ -175,7 +177,7 @@ def test_a_child_process_does_not_share_pages_that_a_gpu_writes():
 
 
 def test_more_memory_than_the_container_has_left_is_refused_by_name(monkeypatch):
-    monkeypatch.setattr(slab_module, "available_host_bytes", lambda: 10 * SLOT)
+    monkeypatch.setattr(shared_memory, "available_host_bytes", lambda: 10 * SLOT)
     Slab(10, SLOT)
     with pytest.raises(ConfigError, match=r"cpu_bytes.*only 80\.0 KiB of host memory"):
         Slab(11, SLOT)
@@ -198,7 +200,8 @@ def test_memory_the_system_refuses_is_refused_by_name():
 
 CHILD = """
 import sys, time
-from kvoffload.transfer.slab import Slab, create_shared_memory
+from kvoffload.transfer.shared_memory import create_shared_memory
+from kvoffload.transfer.slab import Slab
 fd, num_slots, slot_bytes = map(int, sys.argv[1:])
 if fd < 0:
     fd = create_shared_memory(num_slots * slot_bytes)
@@ -281,7 +284,7 @@ def test_shared_memory_without_huge_pages_is_made_and_told_of(
     file = tmp_path / "shmem_enabled"
     if allowed:
         file.write_text(allowed)
-    monkeypatch.setattr(slab_module, "_SHARED_HUGE_PAGES", file)
+    monkeypatch.setattr(shared_memory, "_SHARED_HUGE_PAGES", file)
     with caplog.at_level("INFO", "kvoffload"):
         os.close(create_shared_memory(SLOT))
     assert (f"echo advise > {file}" in caplog.text) is is_told

@@ -12,6 +12,7 @@ import struct
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from itertools import compress
 from typing import NamedTuple
 
 import xxhash
@@ -32,6 +33,7 @@ _MAGIC, _VERSION = b"KVOSLOTS", 1
 _ENTRY = struct.Struct("<QQB47s")
 _USED = struct.Struct("<Q")
 MOST_KEY_BYTES = 47
+_IS_KEY_LENGTH = bytes(0 < length <= MOST_KEY_BYTES for length in range(256))
 _WRITING = 255
 """In place of a key's length: a chunk is being written."""
 _LENGTH_AT, _KEY_AT = 16, 17
@@ -42,6 +44,7 @@ _LEAST_TAKEN, _TAKEN_SHARE = 64, 8
 _LOCK_TRIES, _LOCK_PAUSE_S = 100, 0.001
 """A stopped process may hold the lock of an entry for ever."""
 _WORDS = ENTRY_BYTES // 8
+_COMPARED_BYTES = 64 * ENTRY_BYTES
 FREE = bytes(ENTRY_BYTES)
 WRITING = FREE[:_LENGTH_AT] + bytes([_WRITING]) + FREE[_LENGTH_AT + 1 :]
 
@@ -283,8 +286,6 @@ class Segment:
 
     def take_changes(self) -> Iterator[tuple[int, bytes, bytes]]:
         """Read the table; yield each slot whose entry changed, the entry before, and the new."""
-        import numpy as np  # takes long, and a new folder has no table
-
         changed_ns = self.vfs.lstat(self.stem + TABLE).st_mtime_ns
         # Within one step of the clock the table may change again and keep its time.
         self._mtime_ns = changed_ns if time.time_ns() - changed_ns > _CLOCK_STEP_NS else -1
@@ -293,10 +294,13 @@ class Segment:
         before.extend(bytes(max(0, len(self.table) - len(before))))
         self.table.extend(bytes(len(before) - len(self.table)))
         old, new = bytes(before), bytes(self.table)
-        rows = (np.frombuffer(each, np.uint64).reshape(-1, _WORDS) for each in (old, new))
-        for slot in np.flatnonzero((next(rows) != next(rows)).any(axis=1)).tolist():
-            at, end = slot * ENTRY_BYTES, (slot + 1) * ENTRY_BYTES
-            yield slot, old[at:end], new[at:end]
+        for start in range(0, len(new), _COMPARED_BYTES):
+            if old[start : start + _COMPARED_BYTES] == new[start : start + _COMPARED_BYTES]:
+                continue
+            for at in range(start, min(start + _COMPARED_BYTES, len(new)), ENTRY_BYTES):
+                was, now = old[at : at + ENTRY_BYTES], new[at : at + ENTRY_BYTES]
+                if was != now:
+                    yield at // ENTRY_BYTES, was, now
 
     def has_changed(self) -> bool:
         """Return whether the table may have changed since it was read; raises OSError."""
@@ -315,13 +319,9 @@ class Segment:
 
     def count(self) -> tuple[int, int]:
         """Return the number of chunks, and the first of their last uses; callers serialize."""
-        import numpy as np
-
-        uses = np.frombuffer(self.table, np.uint64)[::_WORDS]
-        lengths = np.frombuffer(self.table, np.uint8)[_LENGTH_AT::ENTRY_BYTES]
-        has_chunk = (lengths > 0) & (lengths <= MOST_KEY_BYTES)
-        chunks = int(np.count_nonzero(has_chunk))
-        return chunks, int(uses[has_chunk].min()) if chunks else 0
+        has_chunk = self.table[_LENGTH_AT::ENTRY_BYTES].translate(_IS_KEY_LENGTH)
+        with memoryview(self.table) as table, table.cast("Q") as words, words[::_WORDS] as used_ns:
+            return has_chunk.count(1), min(compress(used_ns, has_chunk), default=0)
 
     def known(self, slot: int) -> bytearray:
         """Return the entry of a slot as this process knows it."""

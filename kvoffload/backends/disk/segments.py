@@ -11,6 +11,7 @@ import secrets
 import threading
 import time
 from collections.abc import Iterator
+from operator import itemgetter
 from typing import NamedTuple, Protocol
 
 from kvoffload.backends.disk.descriptors import Descriptors
@@ -37,6 +38,8 @@ MOST_SIZES = 16
 """So many sizes of slots a process has at most: each has an open segment."""
 _ABANDONED_S = 60.0
 """Longer than any living process takes to free a slot."""
+_MANY = 50_000
+"""Chunks that numpy sorts so much faster that importing it is worth a tenth of a second."""
 _REST = 10
 """Between two searches on behalf of unknown keys: so many times the length of one."""
 
@@ -377,6 +380,8 @@ class Segments(Places):
 
 def _oldest_first(found: list[Found]) -> list[Found]:
     """Sort by last use: a million chunks in half the time of ``list.sort``."""
+    if len(found) < _MANY:
+        return sorted(found, key=itemgetter(0))
     import numpy as np
 
     uses = np.fromiter((used_ns for used_ns, _, _ in found), np.uint64, len(found))

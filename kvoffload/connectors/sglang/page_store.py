@@ -25,7 +25,7 @@ from kvoffload.errors import ConfigError
 from kvoffload.identity import Fact
 from kvoffload.io.remote_tier import RemoteTier
 from kvoffload.timed_queue import next_within
-from kvoffload.transfer.slab import page_rounded
+from kvoffload.transfer.shared_memory import page_rounded
 
 log = logging.getLogger(__name__)
 

@@ -41,7 +41,7 @@ from kvoffload.connectors.vllm.start import (
 )
 from kvoffload.connectors.vllm.step_messages import IDLE_STEP, StepMetadata
 from kvoffload.connectors.vllm.worker import KVOffloadWorker
-from kvoffload.transfer.slab import check_host_memory
+from kvoffload.transfer.shared_memory import check_host_memory
 
 log = logging.getLogger(__name__)
 

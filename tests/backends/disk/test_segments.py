@@ -2,6 +2,7 @@
 
 import errno
 import os
+import sys
 import time
 
 import pytest
@@ -19,7 +20,7 @@ from disk_parts import (
 
 from kvoffload.backends.admin import Check, Garbage
 from kvoffload.backends.base import ReadResult
-from kvoffload.backends.disk import admin
+from kvoffload.backends.disk import admin, segments
 from kvoffload.backends.disk.index import name_of
 from kvoffload.backends.disk.inspector import DiskInspector
 from kvoffload.backends.disk.paths import QUARANTINE
@@ -162,6 +163,25 @@ async def test_a_process_takes_over_a_segment_that_no_process_has_locked(tmp_pat
     assert await check(backend, every) == [True] * 9
     assert backend.usage().resident_bytes == chunk_bytes(tmp_path) == 9 * ON_DISK
     await backend.close()
+
+
+async def test_a_restart_reads_and_counts_slots_without_numpy(tmp_path, monkeypatch):
+    """To import it takes a tenth of a second and 20 MB in each I/O process."""
+    backend, keys = open_segments(tmp_path), keys_of(3)
+    assert await write(backend, keys) == [True] * 3
+    await backend.close()
+    monkeypatch.setitem(sys.modules, "numpy", None)
+    backend = open_segments(tmp_path)
+    assert await check(backend, keys) == [True] * 3
+    assert [each.chunks for each in backend._store.segments.held()] == [3]
+    await backend.close()
+
+
+@pytest.mark.parametrize("many", [0, 10])
+def test_few_chunks_and_many_are_sorted_by_last_use_and_then_as_they_came(monkeypatch, many):
+    monkeypatch.setattr(segments, "_MANY", many)
+    found = [(used_ns, name, SIZE) for used_ns, name in zip((5, 2, 5, 1), "abcd", strict=True)]
+    assert [name for _, name, _ in segments._oldest_first(found)] == list("dbac")
 
 
 async def test_the_slots_of_another_process_are_freed_and_used_again(tmp_path):

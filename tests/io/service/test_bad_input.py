@@ -28,7 +28,7 @@ from kvoffload.io.protocol import (
 )
 from kvoffload.io.service.listener import Listener
 from kvoffload.io.service.settings import read_serve_config
-from kvoffload.transfer.slab import create_shared_memory
+from kvoffload.transfer.shared_memory import create_shared_memory
 from tests.support.host_server import ROOT, HostServer, key_of
 from tests.support.io_rig import opening
 

@@ -36,7 +36,7 @@ from kvoffload.testing.backends import filled, keys_of
 from kvoffload.transfer.cuda.stream_copier import StreamCopier
 from kvoffload.transfer.cuda.torch_device import CudaDevice
 from kvoffload.transfer.factory import make_copier
-from kvoffload.transfer.slab import create_shared_memory
+from kvoffload.transfer.shared_memory import create_shared_memory
 from tests.io.service.test_bad_input import KEYS, OPEN, SLOT, Talk
 from tests.support.host_server import CLIENT_POINTS, ClientProcess, HostServer
 from tests.support.small_engine import SLOT as CHUNK

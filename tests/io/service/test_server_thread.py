@@ -20,7 +20,7 @@ from kvoffload.io.service.host_store import HostStore
 from kvoffload.io.service.listener import Listener
 from kvoffload.io.service.settings import read_serve_config
 from kvoffload.metrics.names import ENGINES, ENGINES_LEAVING
-from kvoffload.transfer.slab import create_shared_memory
+from kvoffload.transfer.shared_memory import create_shared_memory
 from tests.io.service.test_bad_input import KEYS as SLOTS
 from tests.io.service.test_loans import Borrower
 from tests.support.host_server import key_of
