@@ -87,13 +87,26 @@ def closing():
         yield lambda thing: stack.enter_context(contextlib.closing(thing))
 
 
+OF_PROGRAMS = (
+    "torch", "kvoffload.connectors.local", "kvoffload.io.server", "kvoffload.backends.disk.backend",
+    "kvoffload.policies.handicap", "kvoffload.demo", "kvoffload.cli.main",
+)  # fmt: skip
+"""What most programs of tests import."""
+
+
 @pytest.fixture(scope="session")
-def python():
-    """A command like ``python``, of which torch is imported already."""
+def preloaded():
+    """A Python that has imported torch already; programs are forks of it."""
     paths = {"PYTHONPATH": ".:examples:tests/helpers", "OMP_NUM_THREADS": "1"}
-    server = Preloaded(["torch", "kvoffload.connectors.local"], paths)
-    yield server.command
+    server = Preloaded(OF_PROGRAMS, paths)
+    yield server
     server.close()
+
+
+@pytest.fixture(scope="session")
+def python(preloaded):
+    """A command like ``python``, which has imported torch already, and frees nothing at its end."""
+    return preloaded.quick
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 import tomllib
@@ -111,12 +112,16 @@ def test_every_link_to_a_section_leads_to_a_heading():
 
 
 @pytest.mark.timeout(300)
-def test_the_guide_to_begin_with_runs_from_its_settings_to_a_hit(tmp_path):
+def test_the_guide_to_begin_with_runs_from_its_settings_to_a_hit(tmp_path, python):
     texts = FENCE.findall((ROOT / "docs/guides/quickstart.md").read_text())
     by_language = {info: code for _, info, code in texts}
     (tmp_path / "settings.json").write_text(by_language["json"])
     (tmp_path / "first.py").write_text(by_language["python"])
-    commands = Path(sys.executable).parent
+    commands = tmp_path / "bin"
+    commands.mkdir()
+    for name, words in (("python", []), ("kvoffload", ["-m", "kvoffload"])):
+        (commands / name).write_text(f'#!/bin/sh\nexec {shlex.join([*python, *words])} "$@"\n')
+        (commands / name).chmod(0o755)
     done = subprocess.run(
         ["bash", "-e", "-c", "".join(code for *flags, code in texts if flags == ["", "sh"])],
         cwd=tmp_path,
@@ -163,10 +168,12 @@ asyncio.run(stored())
 """
 
 
-def test_a_third_party_backend_is_installed_and_passes_the_suite_it_inherits(tmp_path, installed):
+def test_a_third_party_backend_is_installed_and_passes_the_suite_it_inherits(
+    tmp_path, installed, python
+):
     plugin = ROOT / "examples/backend_plugin"
     for words in (["-c", OPENED], ["-m", "pytest", "-q", "-c", "/dev/null", plugin / "tests"]):
-        command = [sys.executable, "-P", *words]
+        command = [*python, *words]
         result = subprocess.run(
             command, cwd=tmp_path, env=installed, capture_output=True, text=True, timeout=240
         )
@@ -175,7 +182,9 @@ def test_a_third_party_backend_is_installed_and_passes_the_suite_it_inherits(tmp
     assert len(list((tmp_path / "kv").glob("ns-namespace/*"))) == 1
 
 
-def test_replay_finds_the_policies_of_an_installed_package_by_their_names(tmp_path, installed):
+def test_replay_finds_the_policies_of_an_installed_package_by_their_names(
+    tmp_path, installed, python
+):
     example = ROOT / "examples/policies"
     replay = "import sys; from kvoffload.cli.main import main; sys.argv[0] = 'kvoffload'; main()"
     asked = "replay --synthetic loop:seed=1,requests=200 --policies lru,lru2,s3fifo,fifo --sizes 50"
@@ -183,7 +192,7 @@ def test_replay_finds_the_policies_of_an_installed_package_by_their_names(tmp_pa
         ["-c", replay, *asked.split(), "--json"],
         ["-m", "pytest", "-q", "-c", "/dev/null", example / "tests"],
     ):
-        command = [sys.executable, "-P", *words]
+        command = [*python, *words]
         done = subprocess.run(
             command, cwd=tmp_path, env=installed, capture_output=True, text=True, timeout=240
         )

@@ -17,8 +17,8 @@ from kvoffload.testing.backends import CHUNK_BYTES, filled, keys_of, slots, wron
 from tests.support.guide import follow
 
 
-def test_the_backend_of_the_guide_passes_the_suite_as_printed(tmp_path):
-    assert follow("write-a-backend.md", tmp_path) >= 27
+def test_the_backend_of_the_guide_passes_the_suite_as_printed(tmp_path, python):
+    assert follow("write-a-backend.md", tmp_path, python) >= 27
 
 
 class Functions:

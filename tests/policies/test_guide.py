@@ -19,8 +19,8 @@ def of(language):
     return [code for name, code in BLOCKS if name == language]
 
 
-def test_the_policy_of_the_guide_passes_the_suite_as_printed(tmp_path):
-    assert follow("write-a-policy.md", tmp_path) >= 11
+def test_the_policy_of_the_guide_passes_the_suite_as_printed(tmp_path, python):
+    assert follow("write-a-policy.md", tmp_path, python) >= 11
 
 
 def test_the_documented_command_replays_the_registered_policy(tmp_path):

@@ -4,7 +4,7 @@ import os
 import re
 import shlex
 import subprocess
-import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -15,14 +15,14 @@ FILE = re.compile(
 SUITE = re.compile(r"^python (-m pytest .*)$", re.MULTILINE)
 
 
-def follow(name: str, folder: Path) -> int:
+def follow(name: str, folder: Path, python: Sequence[str]) -> int:
     """Run the suite of a guide in a folder, with the guide's files; count what passed."""
     page = (ROOT / "docs" / "guides" / name).read_text()
     for file, text in FILE.findall(page):
         (folder / file).write_text(text)
     (words,) = SUITE.findall(page)
     done = subprocess.run(
-        [sys.executable, *shlex.split(words)],
+        [*python, *shlex.split(words)],
         cwd=folder,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,

@@ -33,8 +33,9 @@ os.wait()
 @pytest.mark.parametrize(
     ("ends", "times"), [("", 1), ("copier.close()", 1), (FORKS, 1), ("os._exit(0)", 0)]
 )
-def test_a_copier_that_was_not_closed_is_closed_when_its_process_ends(python, ends, times):
-    done = subprocess.run([*python, "-c", CHILD + ends], capture_output=True, text=True)
+def test_a_copier_that_was_not_closed_is_closed_when_its_process_ends(preloaded, ends, times):
+    words = [*preloaded.command, "-c", CHILD + ends]
+    done = subprocess.run(words, capture_output=True, text=True)
     assert done.stdout == "closed, threads:\n" * times
     assert (done.returncode, done.stderr) == (0, "")
 

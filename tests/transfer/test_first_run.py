@@ -260,8 +260,8 @@ def test_the_driver_is_called_as_its_header_says(monkeypatch):
         copy(*ends, lengths[:1], stream, device.STREAM_ORDER)
 
 
-def test_without_a_gpu_the_command_says_so_and_no_part_runs():
-    command = [sys.executable, "-m", "benchmarks.gpu.first_run"]
+def test_without_a_gpu_the_command_says_so_and_no_part_runs(python):
+    command = [*python, "-m", "benchmarks.gpu.first_run"]
     env = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (2, "not run: torch finds no NVIDIA GPU\n")
