@@ -313,8 +313,10 @@ def num_kept(manager, memory_bytes):
     return sum(os.pread(fd, len(MAGIC), start) == MAGIC for start in at)
 
 
-@pytest.mark.parametrize("lend", [False, True])
-@pytest.mark.parametrize("kills", [3, pytest.param(300, marks=pytest.mark.chaos)])
+@pytest.mark.parametrize(
+    ("kills", "lend"),
+    [(3, True), *(pytest.param(300, lend, marks=pytest.mark.chaos) for lend in (False, True))],
+)
 def test_servers_killed_at_any_time_leave_a_warm_memory(
     tmp_path, manager, attach, new_client, until, kills, lend
 ):
