@@ -5,7 +5,6 @@ import os
 import re
 import shlex
 import subprocess
-import sys
 from pathlib import Path
 
 from tests.support.guide import follow
@@ -23,7 +22,7 @@ def test_the_policy_of_the_guide_passes_the_suite_as_printed(tmp_path, python):
     assert follow("write-a-policy.md", tmp_path, python) >= 11
 
 
-def test_the_documented_command_replays_the_registered_policy(tmp_path):
+def test_the_documented_command_replays_the_registered_policy(tmp_path, python):
     (tmp_path / "my_policy.py").write_text(of("python")[0])
     info = tmp_path / "my_policy-1.dist-info"
     info.mkdir()
@@ -32,10 +31,11 @@ def test_the_documented_command_replays_the_registered_policy(tmp_path):
     assert section == '[project.entry-points."kvoffload.policies"]'
     entry = entry.replace('"', "")
     (info / "entry_points.txt").write_text(f"[kvoffload.policies]\n{entry}\n")
-    program, *words = shlex.split(of("sh")[1])
-    assert program == "kvoffload"
+    program, verb, option, trace, *words = shlex.split(of("sh")[1])
+    assert (program, verb, option, trace) == ("kvoffload", "replay", "--synthetic", "agent:seed=1")
+    words = [verb, option, f"{trace},requests=300", *words, "--json"]  # a twentieth of them
     done = subprocess.run(
-        [sys.executable, "-c", "from kvoffload.cli.main import main; main()", *words, "--json"],
+        [*python, "-m", "kvoffload", *words],
         env={**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}"},
         capture_output=True,
         text=True,
