@@ -5,7 +5,6 @@ import hashlib
 from dataclasses import dataclass, field
 
 import pytest
-import torch
 from until import until  # noqa: F401
 
 from kvoffload import memory_limits, registry
@@ -46,6 +45,8 @@ class FakeRequest:
 
 def make_kv_caches(num_blocks=64, page_bytes=(256, 256, 64), padding=0, seed=0):
     """Int8 caches of several tensors, filled with noise, rows ``padding`` bytes apart."""
+    import torch  # not above: the process that only hands tests to others would import it
+
     generator = torch.Generator().manual_seed(seed)
     tensors = []
     for page in page_bytes:

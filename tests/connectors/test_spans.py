@@ -142,14 +142,14 @@ def test_without_the_extra_the_setting_names_it(kv_caches, monkeypatch):
         attach(kv_caches, otel_spans=True)
 
 
-def test_off_is_the_default_and_imports_nothing():
+def test_off_is_the_default_and_imports_nothing(python):
     program = (
         "import sys, kvoffload.connectors.local as local\n"
         "from kvoffload.config import OffloadConfig\n"
         "assert OffloadConfig(cpu_bytes='1MiB').otel_spans is False\n"
         "assert not [name for name in sys.modules if name.startswith('opentelemetry')]"
     )
-    subprocess.run([sys.executable, "-c", program], check=True, timeout=240)
+    subprocess.run([*python, "-c", program], check=True, timeout=240)
     assert open_spans(False) is None
 
 
