@@ -14,6 +14,7 @@ from kvoffload.transfer.cuda.torch_device import CudaDevice
 PORTION_BYTES = 1 << 20
 SIZES = {"RUNS_EACH": 2, "WARM_UP": 200, "TRANSFERS": 600, "PINNED_BYTES": 3 << 19}
 SIZES["PORTION_BYTES"] = PORTION_BYTES
+SIZES["PROMPTS"] = [[(i * 7 + j * 3) % 256 for j in range(70 + i)] for i in range(5)]
 """Constants of test modules, and their values here."""
 NEEDS_TWO_DEVICES = "test_tensors_on_two_devices_are_refused"
 
