@@ -70,6 +70,7 @@ def tables(connector):
         found[f"bytes of early reads from {name}"] = range(num_bytes)
     for name, loads in promises._loads.items():
         found[f"late bytes of {name}"] = range(loads.late_bytes)
+        found[f"bytes in flight from {name}"] = range(loads.flying_bytes)
         found[f"loads in flight from {name}"] = range(loads.in_flight)
     if (client := connector._spec.io) is not None:
         found["I/O jobs"] = client._jobs.unanswered
