@@ -199,6 +199,21 @@ def test_a_request_aborted_in_the_queue_leaves_it_at_once(alone):
     at_rest(rig)
 
 
+@pytest.mark.parametrize("status", ["WAITING", "WAITING_FOR_REMOTE_KVS", "RUNNING", "PREEMPTED"])
+def test_an_abort_in_each_state_leaves_nothing(alone, status):
+    """GPU memory takes two prompts, and not what both decode."""
+    rig = filled(alone, 7 * CHUNKS, num_blocks=2 * (CHUNKS + 1) + 2, max_num_seqs=2)
+    manager_of(rig).reset_cache()  # what is loaded takes some steps
+    requests, until_s = [rig.add(prompt(i), 3 * BLOCK) for i in range(5)], time.monotonic() + 60
+    while not (in_it := [each for each in requests if each.status.name == status]):
+        rig.step()
+        assert time.monotonic() < until_s, "no request has this state"
+    rig.scheduler.finish_requests([in_it[-1].request_id], RequestStatus.FINISHED_ABORTED)
+    assert manager_of(rig).waiting.requests.get(in_it[-1].request_id) is None
+    run(rig, requests)
+    at_rest(rig)
+
+
 def test_requests_that_wait_through_a_reset_keep_what_is_stored_after_it(alone):
     rig = filled(alone, 7 * CHUNKS)
     requests = [rig.add(prompt(i % 5), 4) for i in range(11)]
