@@ -4,6 +4,7 @@ It makes blocking calls. On a mount that hangs it hangs too, alone. Another proc
 evicts, and this one stores no more than its limit.
 """
 
+import errno
 import logging
 import os
 import socket
@@ -184,11 +185,12 @@ class Housekeeper:
             if self._is_late:
                 self.room.give_up()
             self._count("lease_unusable")
-            self._say(
-                error, "%s/%s cannot be used (%s): until then this process evicts nothing, and "
-                "%g s later it stores nothing; %s",
-                self._root.path, LEASE, error.strerror, LEASE_S, remedy_of(error),
-            )  # fmt: skip
+            if error.errno != errno.ESTALE or self._is_late:  # once it was only replaced just then
+                self._say(
+                    error, "%s/%s cannot be used (%s): until then this process evicts nothing, and "
+                    "%g s later it stores nothing; %s",
+                    self._root.path, LEASE, error.strerror, LEASE_S, remedy_of(error),
+                )  # fmt: skip
             return
         self._read_s = began_s
         self._take_or_lose(lease, age_s)

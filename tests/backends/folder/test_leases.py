@@ -67,7 +67,8 @@ async def test_a_process_that_cannot_read_the_lease_says_it_once_and_tells_its_r
     assert stored_bytes(tmp_path / "share") <= CAPACITY
     assert bad.counters()["lease_unusable"] > 5
     assert bad.counters().get("housekeeping_failed", 0) <= 1  # of the turn in which it began
-    told = [each.getMessage() for each in caplog.records if LEASE in each.getMessage()]
+    told = [each.getMessage() for each in caplog.records]
+    told = [each for each in told if f"{LEASE} cannot be used" in each]
     assert len(told) == 1
     assert told[0].endswith(f"; {remedy_of(OSError(error, ''))}")
     vfs.heal()
@@ -77,7 +78,7 @@ async def test_a_process_that_cannot_read_the_lease_says_it_once_and_tells_its_r
 
 
 async def test_a_process_stores_on_while_the_lease_cannot_be_read_for_a_moment(
-    tmp_path, monkeypatch
+    tmp_path, monkeypatch, caplog
 ):
     vfs = FailingVfs(0, errno.ESTALE, sticky=True, when=lambda call, path: path.endswith(LEASE))
     monkeypatch.setattr(upkeep, "LEASE_S", 3600.0)
@@ -87,6 +88,7 @@ async def test_a_process_stores_on_while_the_lease_cannot_be_read_for_a_moment(
     vfs.nth = vfs.calls + 1
     assert await until(lambda: bad.counters().get("lease_unusable", 0) > 100)  # longer than DEAD_S
     assert await store(bad, keys_of(12)) == [True] * 12
+    assert caplog.records == []  # GlusterFS answers so while the evictor writes a lease
     assert await until(lambda: good.usage().resident_bytes == 12 * ON_DISK)
     await bad.close()
     await good.close()
