@@ -8,7 +8,7 @@ import typer
 from kvoffload.backends.admin import Finding
 from kvoffload.cli.config_command import Engine, ForEngine, checked, examined, print_json
 from kvoffload.cli.output import console, plain, say, table_of
-from kvoffload.cli.server_check import is_socket, server_findings
+from kvoffload.cli.server_check import is_of_server, server_findings
 from kvoffload.cli.stores import AsJson, Kind, Settings, Target, run_on
 from kvoffload.errors import ConfigError
 
@@ -36,7 +36,7 @@ def command(
 
     Exit codes: 0 fit, perhaps with warnings; 1 something failed; 2 wrong usage or settings.
     """
-    if config is None and target and not kind and is_socket(target):
+    if config is None and target and not kind and is_of_server(target):
         findings = server_findings(target)
         _tell(findings, as_json)
     elif config is None:

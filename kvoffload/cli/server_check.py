@@ -14,8 +14,8 @@ ANSWER_S = 5.0
 """How long the server may take to say its first word."""
 
 
-def is_socket(path: str) -> bool:
-    """Return whether there is a socket, or was one of a server that has ended."""
+def is_of_server(path: str) -> bool:
+    """Return whether there is a socket, or the lock that a server leaves next to its own."""
     try:
         return stat.S_ISSOCK(os.stat(path).st_mode)
     except OSError:
