@@ -125,6 +125,8 @@ class IOClient:
         """Why no server could be started: it is logged once."""
         self._severity = logging.ERROR
         """Of a line that there is no server: less if the last one said that it ends."""
+        self._was_missed = False
+        """Whether a line has said that there is no server, and none yet that there is one."""
         self._has_spoken = False
         """Whether any server has said anything."""
         self._settled = threading.Condition()
@@ -439,7 +441,11 @@ class IOClient:
             if message.tiers and (returns := self._returns.to_come()):
                 self._link.push(frame(Expect(returns)))
             self._remains += message.remains
-            self._is_opening = not all(tier.is_open for tier in self.tiers.values())
+            is_opening = not all(tier.is_open for tier in self.tiers.values())
+            if self._was_missed and not is_opening:
+                log.warning("%s is there, and its tiers are open", self.server)
+                self._was_missed = False
+            self._is_opening = is_opening
             if not self._is_opening:
                 self._refusal = OSError("; ".join(self._remains)) if self._remains else None
             if message.remains:
@@ -500,6 +506,7 @@ class IOClient:
             return
         self.died += 1
         what = "died" if self._severity == logging.ERROR else "was told to end, and ended"
+        self._was_missed = True
         text = "%s %s with %d jobs; all is a miss until it is started again"
         log.log(self._severity, text, self.server, what, len(jobs))
         self._backoff.died()
@@ -522,7 +529,7 @@ class IOClient:
             self._connect()
         except Exception as error:  # no descriptors, no memory, no threads; no server of the host
             if str(error) != self._why_down:
-                self._why_down = str(error)
+                self._why_down, self._was_missed = str(error), True
                 text = "there is no I/O server, and all is a miss until there is: %s"
                 log.log(self._severity, text, error)
             for tier in self.tiers.values():

@@ -116,6 +116,7 @@ def test_a_server_that_is_told_to_end_is_no_error_of_an_engine_and_one_that_dies
     assert said() == {("WARNING", ended % "was told to end, and ended"), ("WARNING", away)}
     server.start()
     until(lambda: not engine.client._is_opening)
+    assert ("WARNING", f"the server at {server.path} is there, and its tiers are open") in said()
     caplog.clear()
     server.kill()
     until(lambda: len(said()) == 2)
