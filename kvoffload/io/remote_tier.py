@@ -110,6 +110,12 @@ class RemoteTier:
         if len(unsent) <= len(keys):
             self._ask()
 
+    @property
+    def is_up(self) -> bool:
+        """Whether the store can be asked."""
+        usage = self.usage
+        return self.is_open and (usage is None or usage.gauges.get("up", 1) > 0)
+
     # ---- the same, for another process ----
 
     def relay(self, *, changes: bool = True) -> None:
@@ -179,7 +185,7 @@ class RemoteTier:
         """Yield all that is known of the tier now, but which chunks it has; on any thread."""
         tier, usage = self.name, self.usage
         gauges = dict(usage.gauges) if usage else {}
-        yield names.TIER_UP, (tier,), int(self.is_open and gauges.get("up", 1) > 0)
+        yield names.TIER_UP, (tier,), int(self.is_up)
         yield names.BREAKERS_OPEN, (tier,), gauges.get("breakers_open", 0)
         yield names.SERVER_EVICTIONS, (tier,), gauges.get("server_evictions", 0)
         if usage is not None:

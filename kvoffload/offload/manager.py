@@ -36,8 +36,10 @@ from kvoffload.offload.events import (
     DROPPED,
     EVICTED_BEFORE_RETURN,
     EVICTED_WHILE_WAITING,
+    NEVER_STORED,
     NOT_ADMITTED,
     NOT_WANTED,
+    TIER_DOWN,
     EventLog,
 )
 from kvoffload.offload.figures import NO_ROOM, ManagerFigures
@@ -182,6 +184,8 @@ class TieredOffloadingManager(OffloadingManager):
         tiers, reason = self._tiers_of(req_context), self._events.reasons.reason
         declined = self.promises.declined(self.tiers, request_id(req_context))
         found = [self._lookups.place(key, tiers, declined) or reason(key) for key in keys]
+        if not all(tier.presence.is_up for tier in tiers):
+            found = [TIER_DOWN if where == NEVER_STORED else where for where in found]
         if (queued := self.waiting.requests.get(request_id(req_context))) is not None:
             was_here = {*queued.keys[: queued.num_here]}
             for i, key in enumerate(keys):

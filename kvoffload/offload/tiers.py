@@ -25,6 +25,11 @@ class Presence(Protocol):
     Each call looks at tables of this process and answers at once. None does I/O or raises.
     """
 
+    @property
+    def is_up(self) -> bool:
+        """Whether the store can be asked now, as far as this process knows."""
+        return True
+
     def holds(self, key: bytes) -> bool | None:
         """Return True, False, or None for "ask again" until the lookup deadline at most."""
         ...

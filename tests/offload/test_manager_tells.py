@@ -34,6 +34,17 @@ def test_why_a_chunk_is_missing():
         assert manager.explain(a[1:]) == [reason]
 
 
+def test_a_chunk_without_a_record_is_unknown_while_a_tier_is_down():
+    stores = [Store(), Store()]
+    manager = new_manager(slots=1, stores=stores)
+    put(manager, keys("a", 1))
+    asked = [*keys("a", 1), *keys("b", 1)]
+    stores[1].is_up = False
+    assert manager.explain(asked) == ["CPU", "tier_down"]
+    stores[1].is_up = True
+    assert manager.explain(asked) == ["CPU", "never_stored"]
+
+
 def test_a_chunk_dropped_on_its_way_down_is_missing_because_of_that():
     manager = new_manager(slots=2, stores=[Store()], max_persisting_slots=1)
     put(manager, keys("a", 2))

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 
 from kvoffload.backends.base import Removal
+from kvoffload.offload.tiers import Presence
 
 _ANNOUNCED = 1
 """This engine told of the chunk as stored in the tier, and must tell of its removal."""
@@ -22,7 +23,7 @@ _MAX_ASKED = 1 << 16
 """Keys that may wait for an incomplete index at a time; further ones are absent."""
 
 
-class TierIndex:
+class TierIndex(Presence):
     """Presence of chunks in one tier, for the scheduler's thread alone.
 
     A rank that begins a new listing gets a new bit, so its old listing counts no more, and no key

@@ -61,11 +61,13 @@ def test_an_engine_of_another_model_finds_nothing(server, attach):
 
 
 def test_an_engine_begins_without_its_server_and_attaches_when_it_comes(
-    tmp_path, attach, until, caplog
+    tmp_path, attach, new_request, until, caplog
 ):
     engine = attach(str(tmp_path / "s"))
     engine.store("p")
     assert engine.load("p") == 0
+    told = engine.connector.explain(new_request("never", 20))
+    assert {why for of_group in told for why in of_group} == {"tier_down"}
     assert caplog.text.count("there is no I/O server") == 1
     (said,) = (each.message for each in caplog.records if "no I/O server" in each.message)
     assert said.endswith(
@@ -75,6 +77,8 @@ def test_an_engine_begins_without_its_server_and_attaches_when_it_comes(
     server = HostServer(tmp_path)
     try:
         until(lambda: engine.client.tiers["serve"].is_complete and not engine.client._is_opening)
+        back = f"the server at {server.path} is there, and its tiers are open"
+        assert caplog.messages.count(back) == 1
         engine.store("p")
         assert engine.load("p") == 10
         assert engine.died == 0
