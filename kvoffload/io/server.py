@@ -461,6 +461,12 @@ class Session:
         if self._writer is not None:
             self._flush()
             self._writer.close()
+            with contextlib.suppress(ConnectionError, TimeoutError):
+                async with asyncio.timeout(END_S):
+                    await self._writer.wait_closed()
+            # An engine that reads nothing: the loop would wait on a descriptor that its caller
+            # closes, and refuse the engine that gets the same number next.
+            self._writer.transport.abort()
 
     def end(self) -> None:
         """End the session: the engine reads so, unless it is clogged, and the end of the socket."""

@@ -19,6 +19,7 @@ from kvoffload.io.protocol import (
     VERSION,
     Answered,
     Await,
+    Forget,
     Load,
     MessageReader,
     Refused,
@@ -190,6 +191,25 @@ def test_what_is_no_message_ends_the_session_alone(talk, data):
     assert engine.is_ended()
     other.send(Store(1, "serve", KEYS, [0, 1, 2, 3], SLOT))
     assert set(other.hear(Answered).ok) <= {1, HAD}
+
+
+def test_an_engine_that_ends_without_reading_its_answers_harms_no_later_one(
+    talk, one_server, until
+):
+    """The kernel gives the next engine the number of its descriptor."""
+
+    def num_descriptors():
+        return len(os.listdir(f"/proc/{one_server.process.pid}/fd"))
+
+    for _ in range(3):
+        before = num_descriptors()
+        engine = talk().greet()
+        engine.send(OPEN, *[Forget("serve", KEYS * 100)] * 40)  # more than the socket takes
+        engine.sock.shutdown(socket.SHUT_WR)
+        os.read(engine.ended, 1)
+        until(lambda before=before: num_descriptors() <= before)
+        assert serves(Talk(one_server.path).greet())
+    assert "an engine is refused: [Errno" not in one_server.log
 
 
 @pytest.mark.parametrize("opens", [True, False], ids=["a store", "none"])
