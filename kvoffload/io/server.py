@@ -464,8 +464,8 @@ class Session:
             with contextlib.suppress(ConnectionError, TimeoutError):
                 async with asyncio.timeout(END_S):
                     await self._writer.wait_closed()
-            # An engine that reads nothing: the loop would wait on a descriptor that its caller
-            # closes, and refuse the engine that gets the same number next.
+            # Or the loop would go on waiting for an engine that reads nothing. Its descriptor is
+            # closed next, and an engine that gets the same number would be refused.
             self._writer.transport.abort()
 
     def end(self) -> None:
