@@ -15,6 +15,7 @@ from kvoffload.io.protocol import (
     Forgotten,
     Load,
     MessageReader,
+    Opened,
     Present,
     Remove,
     frame,
@@ -92,8 +93,7 @@ async def engines():
         engine = Engine(store or HangingStore(), most * (KEYS_PER_TASK + 1))
         made.append(engine)
         await engine.send(OPEN)
-        while not engine.session._stores:
-            await asyncio.sleep(0)
+        await engine.hear(Opened, 2)
         return engine
 
     yield make

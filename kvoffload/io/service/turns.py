@@ -1,4 +1,4 @@
-"""Turns of a session at the stores that it shares with others."""
+"""Turns of a session at the stores that all sessions share."""
 
 import asyncio
 import contextlib
