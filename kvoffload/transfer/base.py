@@ -5,7 +5,7 @@ A *fence* is a point in a stream of work. It is done when all work before it is 
 
 import threading
 from collections.abc import Callable
-from typing import Protocol, runtime_checkable
+from typing import Protocol
 
 from kvoffload.io.lent_memory import LentMemory
 from kvoffload.transfer.layout import Moves
@@ -99,25 +99,12 @@ class Copier(Protocol):
         """
         ...
 
-    def stats(self) -> dict[str, str | int]:
-        """Name the way that bytes are copied, and why, for logs and ``stats()`` of connectors."""
-        ...
-
-    def close(self) -> None:
-        """Finish the launched copies and release threads, streams and buffers."""
-        ...
-
-
-@runtime_checkable
-class CopiesFromAnywhere(Protocol):
-    """A copier that loads chunks from any host memory, as a server lends it."""
-
     def can_borrow(self) -> bool:
-        """Whether such copies are as good as those from slots; for any thread, never blocks."""
+        """Whether copies from a loan are as good as from slots; for any thread, never blocks."""
         ...
 
     def launch_from(self, memory: LentMemory, moves: Moves, after: Fence) -> CopyFence:
-        """Begin copies to GPU blocks as :meth:`Copier.launch`.
+        """Begin copies to GPU blocks as :meth:`launch`, from any memory, as a server lends it.
 
         Args:
             memory: has the chunks whole, and is not left before the copies have ended; each move's
@@ -129,4 +116,12 @@ class CopiesFromAnywhere(Protocol):
             RuntimeError: the copier is closed.
             ValueError: a chunk is not within the memory.
         """
+        ...
+
+    def stats(self) -> dict[str, str | int]:
+        """Name the way that bytes are copied, and why, for logs and ``stats()`` of connectors."""
+        ...
+
+    def close(self) -> None:
+        """Finish the launched copies and release threads, streams and buffers."""
         ...

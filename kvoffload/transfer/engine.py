@@ -27,7 +27,7 @@ from kvoffload.messages import (
 )
 from kvoffload.metrics.names import HOST, TRANSFER_FAILURES
 from kvoffload.metrics.samples import LOADS, STORES, Registry, Traffic
-from kvoffload.transfer.base import Copier, CopiesFromAnywhere, CopyFence
+from kvoffload.transfer.base import Copier, CopyFence
 from kvoffload.transfer.layout import ChunkLayout, Moves, check_moves
 from kvoffload.transfer.slab import Slab
 from kvoffload.transfer.tier_load import TierLoad
@@ -147,8 +147,8 @@ class TransferEngine(OffloadingHandler):
         slab: host memory.
         layout: of chunks in slots.
         copier: copies between GPU blocks and slots.
-        keeps_slots: whether slots keep the chunks that a load has brought. If not, and if the
-            copier can, chunks in a server's memory are copied from there.
+        keeps_slots: whether slots keep the chunks that a load has brought. If not, chunks in a
+            server's memory are copied from there.
     """
 
     def __init__(
@@ -172,12 +172,10 @@ class TransferEngine(OffloadingHandler):
         self._slab = slab
         self._layout = layout
         self._copier = copier
-        self._borrowing: CopiesFromAnywhere | None = None
-        """Copies chunks from a server's memory; None: this engine has no use for that memory."""
-        if not keeps_slots and isinstance(copier, CopiesFromAnywhere):
-            self._borrowing = copier
-            if io is not None:
-                io.borrow()
+        self._borrows = not keeps_slots
+        """Whether chunks in a server's memory are copied from there."""
+        if self._borrows and io is not None:
+            io.borrow()
         self._jobs: dict[int, EngineJob] = {}
         self._settled: deque[int] = deque()
 
@@ -259,7 +257,7 @@ class TransferEngine(OffloadingHandler):
         if self._io is None:
             raise ValueError("there are no tiers")
         parts = job, fetches, moves, self._layout, self._io, self._copier, after
-        load = TierLoad(*parts, self._borrowing)
+        load = TierLoad(*parts, self._borrows)
         fetched = {i for fetch in fetches for i in fetch.positions}
         if here := [i for i in range(len(moves)) if i not in fetched]:
             job.copied(self._copier.launch(moves.take(here), to_host, after), here)

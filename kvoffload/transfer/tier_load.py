@@ -13,7 +13,7 @@ from kvoffload.io.client import IOClient
 from kvoffload.io.deadlines import Listener
 from kvoffload.io.lent_memory import Loan
 from kvoffload.messages import Fetch, OffloadKey
-from kvoffload.transfer.base import Copier, CopiesFromAnywhere, CopyFence, Fence
+from kvoffload.transfer.base import Copier, CopyFence, Fence
 from kvoffload.transfer.layout import ChunkLayout, Moves
 
 if TYPE_CHECKING:
@@ -37,8 +37,8 @@ class TierLoad:
         io: carries out the reads.
         copier: copies the chunks that have arrived.
         after: done when the blocks may be written.
-        borrowing: copies chunks from where a server has them; None: they are read into slots.
-            Slots of chunks that it copies have other bytes than theirs.
+        borrows: whether chunks are copied from where a server has them, if the copier is as good at
+            that. Their slots have other bytes than theirs.
 
     Raises:
         KeyError: there is no such tier; nothing was begun.
@@ -53,7 +53,7 @@ class TierLoad:
         io: IOClient,
         copier: Copier,
         after: Fence,
-        borrowing: CopiesFromAnywhere | None = None,
+        borrows: bool = False,
     ) -> None:
         self.job = job
         self.layout = layout
@@ -61,7 +61,7 @@ class TierLoad:
         self.moves = moves
         self.copier = copier
         self.after = after
-        self.borrowing = borrowing if borrowing is not None and borrowing.can_borrow() else None
+        self.may_borrow = borrows and copier.can_borrow()
         self.lock = threading.Lock()
         """Guards what the parts count."""
         self.parts: list[_Part] = []
@@ -108,8 +108,7 @@ class _Part(Listener):
         try:
             sizes = self._load.layout.sizes(self._keys)
             chunks = self._keys, self.slots, sizes, self, self._tenants
-            may_borrow = self._load.borrowing is not None
-            self._load.io.load(self._tier, *chunks, may_borrow=may_borrow)
+            self._load.io.load(self._tier, *chunks, may_borrow=self._load.may_borrow)
         except Exception:
             log.exception("a read of %d chunks could not begin", len(self._keys))
             self.ended(bytes(len(self._keys)), "refused_transfer", True, 0.0)
@@ -141,12 +140,9 @@ class _Part(Listener):
             moves = load.moves.take(positions)
             if loan is None:
                 fence = load.copier.launch(moves, to_host=False, after=load.after)
-            elif load.borrowing is not None:
-                moves.chunks[0] = loan.starts
-                fence = load.borrowing.launch_from(loan.memory, moves, load.after)
             else:
-                self._reason = "refused_transfer"  # a loan that was not asked for
-                return None
+                moves.chunks[0] = loan.starts
+                fence = load.copier.launch_from(loan.memory, moves, load.after)
         except Exception as error:
             log.warning("copies of %d chunks were refused: %s", len(numbers), error)
             self._reason = "refused_transfer"

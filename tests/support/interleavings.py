@@ -20,7 +20,7 @@ from kvoffload.messages import (
     CanonicalKVCaches,
     CanonicalKVCacheTensor,
 )
-from kvoffload.transfer.base import Copier, CopiesFromAnywhere, CopyFence
+from kvoffload.transfer.base import Copier, CopyFence
 from kvoffload.transfer.layout import ChunkLayout
 from kvoffload.transfer.slab import Slab
 from tests.support.fence_ends import ends
@@ -244,7 +244,6 @@ class Interleaving:
         self._copies.append(_Copy(slot, blocks, versions, to_host, fence))
 
     def _launch_from(self, chunk: int, blocks: tuple[int, ...], versions: tuple[int, ...]) -> None:
-        assert isinstance(self.copier, CopiesFromAnywhere)
         memory, start = self._memory, chunk * self.layout.slot_bytes
         self._loans[chunk] += 1
         loan = memory.borrow([0], [start], lambda: self._released.append(chunk))

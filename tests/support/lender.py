@@ -8,14 +8,10 @@ import numpy as np
 
 from kvoffload.io.lent_memory import LentMemory
 from kvoffload.messages import CanonicalKVCaches, GPULoadStoreSpec
-from kvoffload.transfer.base import Copier, CopiesFromAnywhere
+from kvoffload.transfer.base import Copier
 from kvoffload.transfer.layout import ChunkLayout
 from kvoffload.transfer.shared_memory import create_shared_memory
 from tests.support.fence_ends import ends
-
-
-class BorrowingCopier(Copier, CopiesFromAnywhere):
-    """A copier of both kinds."""
 
 
 class Lender:
@@ -48,7 +44,7 @@ class Lender:
 
     def load(
         self,
-        copier: BorrowingCopier,
+        copier: Copier,
         layout: ChunkLayout,
         caches: CanonicalKVCaches,
         chunks: Sequence[int],

@@ -17,7 +17,6 @@ from kvoffload.messages import (
     CanonicalKVCacheTensor,
     GPULoadStoreSpec,
 )
-from kvoffload.transfer.base import CopiesFromAnywhere
 from kvoffload.transfer.cuda import copy_plan, stream_copier, torch_device
 from kvoffload.transfer.cuda.stream_copier import StreamCopier
 from kvoffload.transfer.cuda.torch_device import CudaDevice
@@ -84,7 +83,6 @@ def test_every_byte_arrives_and_the_memory_is_pinned_once(
 ):
     cuda.why_no_batches = why
     parts = make(direct_page_bytes=direct_page_bytes, stage_bytes=20000)
-    assert isinstance(parts.copier, CopiesFromAnywhere)
     parts.load(3, 0, 7)  # perhaps before it is pinned
     parts.pin_all(cuda, until)
     parts.load(19, 4, 5, 6)

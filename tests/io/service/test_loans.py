@@ -35,7 +35,6 @@ from kvoffload.policies.lru import LRUPolicy
 from kvoffload.testing.backends import filled, keys_of
 from kvoffload.transfer.cuda.stream_copier import StreamCopier
 from kvoffload.transfer.cuda.torch_device import CudaDevice
-from kvoffload.transfer.factory import make_copier
 from kvoffload.transfer.shared_memory import create_shared_memory
 from tests.io.service.test_bad_input import KEYS, OPEN, SLOT, Talk
 from tests.support.host_server import CLIENT_POINTS, ClientProcess, HostServer
@@ -300,25 +299,6 @@ def test_an_engine_with_a_cache_of_its_own_keeps_what_it_loads_and_maps_nothing(
     server.kill()
     until(lambda: second.died)
     assert second.load("p") == 10
-
-
-def test_an_engine_whose_copier_cannot_copy_from_there_asks_for_no_memory(
-    server, attach, monkeypatch
-):
-    class OutOfSlots:
-        """A copier of slots alone."""
-
-        def __init__(self, *given, **how):
-            made = make_copier(*given, **how)
-            self.record_fence, self.launch = made.record_fence, made.launch
-            self.stats, self.close = made.stats, made.close
-
-    monkeypatch.setattr(builder, "make_copier", OutOfSlots)
-    before, engine = mappings(), attach(server.path)
-    engine.store("p")
-    engine.await_hits("p")
-    assert engine.client.tiers["serve"].counters.get("lent", 0) == 0
-    assert mappings() <= before
 
 
 def test_an_engine_that_asks_for_no_memory_gets_none_and_borrows_nothing(server):
