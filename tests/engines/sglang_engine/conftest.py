@@ -48,6 +48,7 @@ class Engine(EngineProcess):
             "mem_fraction_static": 0.9,  # others may take memory meanwhile; the pool has few tokens
             "random_seed": 1,
             "log_level": "warning",
+            "sleep_on_idle": True,  # else each idle engine takes a core from the others
         }
         if storage is not None:
             settings |= {
