@@ -14,9 +14,9 @@ def flip(path, at=None, bit=0):
         size = os.fstat(file.fileno()).st_size
         place = size // 2 if at is None else at % size
         file.seek(place)
-        (byte,) = file.read(1)
-        file.seek(place)
-        file.write(bytes([byte ^ 1 << bit]))
+        if byte := file.read(1):  # none of a file that was cut to nothing
+            file.seek(place)
+            file.write(bytes([byte[0] ^ 1 << bit]))
 
 
 def cut(path):
