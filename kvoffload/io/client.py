@@ -422,8 +422,11 @@ class IOClient:
                 if self._memory is memory:
                     self._link.push(frame(Release(message.loan)))
 
+        job = self._jobs.arriving(message.job)
+        if job and not (isinstance(job.order, Load) and job.order.may_lend):
+            raise ValueError("a loan that was not asked for: its slots would have other bytes")
         loan = memory.borrow(message.numbers, message.starts, release)
-        if job := self._jobs.arriving(message.job):
+        if job:
             job.listener.lent(loan)
         else:  # it was answered meanwhile
             loan.end()

@@ -15,6 +15,8 @@ def keys(prompt, count):
 
 
 class Store(Presence):
+    is_up = True
+
     def __init__(self, held=()):
         self.held, self.removals = set(held), []
 

@@ -1,21 +1,26 @@
 """Either end meets what the other never sends: it ends, or goes on, and answers every job."""
 
+import os
 import socket
 import threading
 
 import pytest
 
+from kvoffload.io import deadlines
 from kvoffload.io.client import IOClient
 from kvoffload.io.forms import ServerThread
+from kvoffload.io.lent_memory import LentMemory
 from kvoffload.io.protocol import (
     Answered,
     Arrived,
     Ask,
     Cancel,
     Forget,
+    Lent,
     Load,
     MessageReader,
     Opened,
+    Passed,
     PresenceChanges,
     Present,
     Refused,
@@ -133,7 +138,11 @@ class Liar:
         pass
 
     def lent_memory(self):
-        return None
+        fd = os.memfd_create("lent")
+        os.truncate(fd, 4096)
+        ours, theirs = socket.socketpair()
+        theirs.close()
+        return LentMemory(fd, ours)
 
     def wait(self, timeout_s):
         self._thread.join(timeout_s)
@@ -151,13 +160,14 @@ GOOD = Answered(1, b"\1" * 4, "", 0.1)
         ([Answered(1, b"\1" * 3, "", 0.1)], ("io_died", False), True),
         ([Arrived(1, [17])], ("io_died", False), True),
         ([PresenceChanges("none", KEYS, [], True)], ("io_died", False), True),
+        ([Passed(), Lent(1, 0, [0], [0]), GOOD], ("io_died", False), True),
     ],
-    ids=["unknown job", "answered twice", "too few", "no such chunk", "no such tier"],
+    ids=["unknown job", "answered twice", "too few", "no such chunk", "no such tier", "no loan"],
 )
 def test_a_client_answers_a_job_once_whatever_the_server_says(until, lies, answer, dies):
     answers, places = [], ["a", "b", "c", "d"]
 
-    class Listener:
+    class Listener(deadlines.Listener):
         def arrived(self, numbers):
             [places[n] for n in numbers]
 

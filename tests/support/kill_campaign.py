@@ -267,11 +267,12 @@ def engine_hooks(point, nth):
         return framed
 
     def hooked_push(self, data):
-        if is_due(f"{data.name}:half"):
+        name = getattr(data, "name", "Await")  # what tells of the queue is joined
+        if is_due(f"{name}:half"):
             push(self, bytes(data[: len(data) // 2]))
             die()
         push(self, data)
-        reach(f"{data.name}:sent")
+        reach(f"{name}:sent")
 
     def hooked_take(self, message):
         name = type(message).__name__

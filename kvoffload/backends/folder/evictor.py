@@ -144,14 +144,13 @@ class Evictor:
         A process that died may have stored up to its limit, and told nothing of it. If it
         only hung, its record comes back, with bytes that a scan has counted meanwhile.
         """
-        of_newcomer = int(self._capacity_bytes * _NEWCOMER)
         silent = {token for token, (_, age_s) in hosts.items() if age_s > DEAD_S}
         now_s = time.monotonic()
         self._silent_s = {token: self._silent_s.get(token, now_s) for token in silent}
         self._alive, counted = {}, {}
         for token, (host, age_s) in hosts.items():
             # What a process took back, because it could not be written, a scan finds free.
-            known = self.counted.get(token, max(0, host.stored_bytes - of_newcomer))
+            known = self.counted.get(token, max(0, host.stored_bytes - self._of_newcomer))
             more = max(0, host.stored_bytes - known)
             resident += more
             self._unscanned_bytes += more

@@ -44,7 +44,7 @@ def counted():
         name = call.func.attr if isinstance(call.func, ast.Attribute) else ""
         at = COUNTING.get(name)
         if at is not None and len(call.args) > at:
-            yield from texts(call.args[at])
+            yield from (text for text in texts(call.args[at]) if isinstance(text, str))
 
 
 def reasons():

@@ -201,6 +201,7 @@ def test_an_engine_that_ends_without_reading_its_answers_harms_no_later_one(
     def num_descriptors():
         return len(os.listdir(f"/proc/{one_server.process.pid}/fd"))
 
+    begun = len(one_server.log)
     for _ in range(3):
         before = num_descriptors()
         engine = talk().greet()
@@ -209,7 +210,7 @@ def test_an_engine_that_ends_without_reading_its_answers_harms_no_later_one(
         os.read(engine.ended, 1)
         until(lambda before=before: num_descriptors() <= before)
         assert serves(Talk(one_server.path).greet())
-    assert "an engine is refused: [Errno" not in one_server.log
+    assert "an engine is refused: [Errno" not in one_server.log[begun:]
 
 
 @pytest.mark.parametrize("opens", [True, False], ids=["a store", "none"])
