@@ -307,7 +307,8 @@ class StoreView(Observable, Lends, Spares, Purges):
     def __init__(self, shared: SharedStore) -> None:
         self._shared = shared
         self._store = shared.store
-        self._turns = Turns()
+        # Apart, or what is in memory would wait for calls that a backend lets hang.
+        self._asks, self._loads, self._loans, self._stores = (Turns() for _ in range(4))
         self._is_closed = False
         self.removals: deque[Removal] = deque(maxlen=_MAX_REMOVALS)
         self.spared: Collection[bytes] = ()
@@ -315,7 +316,7 @@ class StoreView(Observable, Lends, Spares, Purges):
         self.is_shared = True
 
     async def contains(self, keys: Sequence[bytes]) -> list[bool]:
-        async with self._turns.take(len(keys)):
+        async with self._asks.take(len(keys)):
             return [False] * len(keys) if self._is_closed else await self._store.contains(keys)
 
     async def read(self, keys: Sequence[bytes], into: Sequence[memoryview]) -> Answers:
@@ -328,13 +329,13 @@ class StoreView(Observable, Lends, Spares, Purges):
         arrived: Callable[[int], None],
         tenants: Sequence[bytes] = (),
     ) -> Answers:
-        async with self._turns.take(len(keys)):
+        async with self._loads.take(len(keys)):
             if self._is_closed:
                 return [False] * len(keys)
             return await self._store.read_each(keys, into, arrived, tenants)
 
     async def verify(self, keys: Sequence[bytes], sizes: Sequence[int]) -> None:
-        async with self._turns.take(len(keys)):
+        async with self._loans.take(len(keys)):
             if not self._is_closed:
                 await self._shared.memory.verify(keys, sizes)
 
@@ -348,7 +349,7 @@ class StoreView(Observable, Lends, Spares, Purges):
     async def write(
         self, keys: Sequence[bytes], chunks: Sequence[memoryview], tenants: Sequence[bytes] = ()
     ) -> Sequence[Written]:
-        async with self._turns.take(len(keys)):
+        async with self._stores.take(len(keys)):
             if self._is_closed:
                 return [False] * len(keys)
             answers = await self._store.write(keys, chunks, tenants)
@@ -356,7 +357,7 @@ class StoreView(Observable, Lends, Spares, Purges):
         return answers
 
     async def remove(self, keys: Sequence[bytes]) -> None:
-        async with self._turns.take(len(keys)):
+        async with self._stores.take(len(keys)):
             if not self._is_closed:
                 await self._store.remove(keys)
 

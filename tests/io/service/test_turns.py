@@ -98,3 +98,28 @@ async def test_a_session_that_asks_for_much_leaves_the_threads_to_others():
     for view in (one, two):
         await view.close()
     await store.close()
+
+
+async def test_loads_and_lookups_do_not_wait_for_stores_that_hang():
+    """Writes to a disk that hangs keep their turns; what is in memory is loaded meanwhile."""
+    memory = HostStore(HostMemory(64 * CHUNK_BYTES, LRUPolicy), "n")
+    store = layered({"memory": memory})
+    keys, view = keys_of(4), SharedStore(store, memory, lambda: None).new_view()
+    await view.write(keys, filled(keys))
+    may_end = asyncio.Event()
+
+    async def hang(*args):
+        await may_end.wait()
+        return [False] * len(keys)
+
+    store.write = store.contains = hang
+    hung = [asyncio.create_task(view.write(keys, filled(keys))) for _ in range(MOST_CHUNKS)]
+    await settle()
+    assert all(await asyncio.wait_for(view.read(keys, slots(len(keys))), 10))
+    hung += [asyncio.create_task(view.contains(keys)) for _ in range(MOST_CHUNKS)]
+    await settle()
+    assert all(await asyncio.wait_for(view.read(keys, slots(len(keys))), 10))
+    may_end.set()
+    await asyncio.gather(*hung)
+    await view.close()
+    await store.close()
