@@ -71,6 +71,7 @@ class WriterLock:
         self._vfs = vfs
         self._numbers = itertools.count()
         self._telling = threading.Lock()
+        self._told_bytes = 0
         self.token = secrets.token_hex(8)
         self.folder = f"{root}/{WRITERS}/{self.token}"
         # Made and locked under a name that clean_up() ignores: it is never visible unlocked.
@@ -90,10 +91,15 @@ class WriterLock:
         return fd is not None and not is_at(self._vfs, fd, f"{self.folder}/{_LOCK}")
 
     def tell_in_flight(self, allocated_bytes: int) -> None:
-        """Tell other processes how many bytes of chunks this one moves; raises OSError."""
+        """Tell other processes how many bytes of chunks this one moves; raises OSError.
+
+        Never less, but up to twice as many: else each chunk that is done would cost a write.
+        """
         with self._telling:  # a thread of a store that was closed may come late
-            if self._fd is not None:
-                self._vfs.pwritev(self._fd, [_RECORD.pack(_KNOWS_SLOTS, allocated_bytes)], 0)
+            if self._fd is None or self._told_bytes // 2 < allocated_bytes <= self._told_bytes:
+                return
+            self._vfs.pwritev(self._fd, [_RECORD.pack(_KNOWS_SLOTS, allocated_bytes)], 0)
+            self._told_bytes = allocated_bytes
 
     def temporary(self, *, counted: bool = True) -> str:
         """Return a new path for a file; ``counted``: the quota counts its bytes."""

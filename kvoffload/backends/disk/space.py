@@ -104,10 +104,10 @@ class Space:
     def _most_at_once(self, allocated_bytes: int) -> int:
         """Return for how many chunks to reserve at once.
 
-        A process that does not evict reserves one: a full scan by the evicting process knows of a
-        reservation only when its file exists.
+        Beside a writer of 0.1 it is one: if that one evicts, its full scan knows of a reservation
+        only when its file exists.
         """
-        if not self._is_evictor():
+        if self._root.has_older_writers:
             return 1
         most_bytes = min(_MOST_BYTES, self._root.limits.capacity_bytes // _MOST_SHARE)
         most = max(_MOST_CHUNKS, _MOST_SMALL_BYTES // allocated_bytes)

@@ -14,9 +14,11 @@ from disk_parts import ON_DISK, SIZE, allocated, chunk_bytes, open_disk, until, 
 from kvoffload.backends.base import ReadResult
 from kvoffload.backends.disk.index import name_of
 from kvoffload.backends.disk.inspector import DiskInspector
+from kvoffload.backends.disk.locks import bytes_in_flight
 from kvoffload.backends.disk.paths import QUARANTINE, WRITERS
 from kvoffload.backends.disk.reservation import Reservation
 from kvoffload.backends.disk.scanner import Scanner
+from kvoffload.backends.disk.vfs import Vfs
 from kvoffload.config import ByteSize
 from kvoffload.testing import payload_of
 from kvoffload.testing.backends import filled, keys_of, slots
@@ -286,12 +288,48 @@ async def test_a_job_that_needs_more_than_there_is_stores_a_part(tmp_path):
 
 
 @pytest.mark.usefixtures("form")
-async def test_only_the_evicting_process_reserves_for_several_chunks(tmp_path):
-    """A scan that takes other processes' reservations for drift would let them exceed capacity."""
+async def test_a_scan_counts_what_another_process_reserved(tmp_path):
+    """A scan that took it for drift would let the processes exceed the capacity."""
     evicting, other = open_disk(tmp_path, **full(128)), open_disk(tmp_path, **full(128))
-    assert [len(each._store.space.reserve(SIZE, 8)) for each in (evicting, other)] == [8, 1]
+    store = other._store
+    rooms = [room for _ in range(10) for room in store.space.reserve(SIZE, 8)]
+    assert len(rooms) == 80
+    for left in (80, 50, 20, 1, 0):
+        while len(rooms) > left:
+            store.space.cancel(*rooms.pop())
+        scanner = Scanner(evicting._store)
+        assert scanner.scan(full=True) is (left == 0)
+        assert evicting._store.root.quota.refresh() == left * ON_DISK
     for backend in (other, evicting):
         await backend.close()
+
+
+@pytest.mark.usefixtures("form")
+async def test_a_process_tells_what_it_moves_with_few_writes(tmp_path):
+    """It is told before it moves, with each doubling, and when nothing moves."""
+    told = []
+
+    class Told(HookedVfs):
+        def around(self, call, path, perform):
+            if call == "pwritev" and path.endswith("/lock"):
+                told.append(bytes_in_flight(self, str(tmp_path), ""))
+            return perform()
+
+    evicting = open_disk(tmp_path, **full(2048))
+    other = open_disk(tmp_path, vfs=Told(), **full(2048))
+    assert all(await write(other, keys_of(512)))
+    assert any(told)
+    assert len(told) <= 512 * 5 // 8 + 1, "eight chunks at a time: begun, and halved"
+    assert bytes_in_flight(Vfs(), str(tmp_path), "") == 0
+    for backend in (other, evicting):
+        await backend.close()
+
+
+async def test_beside_a_writer_of_the_first_version_a_process_reserves_one(tmp_path):
+    backend = open_disk(tmp_path, **full(128))
+    backend._store.root.has_older_writers = True
+    assert len(backend._store.space.reserve(SIZE, 8)) == 1
+    await backend.close()
 
 
 @pytest.mark.usefixtures("form")
