@@ -130,6 +130,7 @@ class Scanner:
         self._are_slots_in_order = False
         if not (full and is_evictor):
             return True
+        counted_from = quota.changes if quota.refresh() is not None else None
         held = store.segments.held()
         oldest = [each.oldest_ns for each in held] + [used_ns for used_ns, _, _ in found[:1]]
         store.space.oldest_use_ns = min(oldest, default=time.time_ns())
@@ -140,7 +141,7 @@ class Scanner:
         # The scan may have found nothing while a chunk was being stored.
         largest = max((size for _, _, size in files), default=store.space.largest_bytes)
         largest = max(largest, store.space.largest_bytes, *(each.slot_bytes for each in held))
-        return self._correct_quota(chunk_bytes, moving_bytes, changes, largest)
+        return self._correct_quota(chunk_bytes, moving_bytes, changes, counted_from, largest)
 
     def _must_list_slots(self, num_files: int, *, by_age: bool) -> bool:
         """Return whether the index may lack chunks in slots, or have another order of them."""
@@ -245,12 +246,19 @@ class Scanner:
                     remove_namespace(store.vfs, store.folder(number))
 
     def _correct_quota(
-        self, chunk_bytes: int, moving_bytes: int, changes: int | None, largest: int
+        self,
+        chunk_bytes: int,
+        moving_bytes: int,
+        changes: int | None,
+        counted_from: int | None,
+        largest: int,
     ) -> bool:
         """Correct the quota: exactly if nothing moved during the scan, else within limits.
 
-        Chunks that the scan saw and that did not leave exist. Unseen are at most one chunk for each
-        change of the quota since, and what writers have reserved without beginning to write.
+        ``changes`` and ``counted_from`` are those of the quota when the scan began, and when it
+        began to count the chunks that did not leave. A change is one chunk: so many may have left
+        since they were counted, or are unseen. So is what writers have reserved without beginning
+        to write.
         """
         quota, total = self._store.root.quota, chunk_bytes
         try:
@@ -263,12 +271,14 @@ class Scanner:
         resident = quota.refresh()
         if resident is None and self._is_complete:
             quota.correct(total + moving_bytes)
-        elif resident is not None and resident < total:
-            quota.release(resident - total)
-        elif resident is not None and changes is not None and self._is_complete and largest:
+        elif resident is not None and changes is not None and counted_from is not None:
+            left = quota.changes - counted_from
+            if (lack := total - resident - left * largest) > 0:
+                quota.release(-lack)
             writers = self._store.root.other_writers + 1
             unseen = quota.changes - changes + _RESERVED * writers
-            if (excess := resident - total - moving_bytes - unseen * largest) > 0:
+            excess = resident - total - moving_bytes - unseen * largest
+            if excess > 0 and self._is_complete and largest:
                 quota.release(excess)
         return False
 

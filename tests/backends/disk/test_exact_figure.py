@@ -205,3 +205,17 @@ def test_a_table_does_not_grow_while_another_process_frees_its_slots(tmp_path, p
     (table,) = tmp_path.glob("*/segments/*.table")
     assert table.stat().st_size <= 64 * (1 + 9 + 64)
     assert evicting.root.quota.refresh() == chunk_bytes(tmp_path) == 8 * ON_DISK
+
+
+def test_a_chunk_that_leaves_as_a_scan_ends_is_not_counted_again(tmp_path, form, pair, monkeypatch):
+    evicting, other = pair
+    one, _ = two_stored(evicting, other)
+    look = evicting.quarantine.allocated_bytes
+
+    def discard_and_look():
+        evicting.discard(name_of(0, one), "removed")
+        return look()
+
+    monkeypatch.setattr(evicting.quarantine, "allocated_bytes", discard_and_look)
+    scan(evicting)
+    assert evicting.root.quota.refresh() == chunk_bytes(tmp_path) == ON_DISK

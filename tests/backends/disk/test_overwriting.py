@@ -12,6 +12,7 @@ import pytest
 from disk_parts import ON_DISK, SIZE, allocated, chunk_bytes, open_disk, until, write
 
 from kvoffload.backends.base import ReadResult
+from kvoffload.backends.disk import housekeeper
 from kvoffload.backends.disk.index import name_of
 from kvoffload.backends.disk.inspector import DiskInspector
 from kvoffload.backends.disk.locks import bytes_in_flight
@@ -333,9 +334,13 @@ async def test_beside_a_writer_of_the_first_version_a_process_reserves_one(tmp_p
 
 
 @pytest.mark.usefixtures("form")
-async def test_scans_of_a_store_that_overwrites_all_the_time_keep_the_quota_right(tmp_path):
+async def test_scans_of_a_store_that_overwrites_all_the_time_keep_the_quota_right(
+    tmp_path, monkeypatch
+):
     """A file that moves to a folder already scanned is seen nowhere; one that moves on, twice."""
+    monkeypatch.setattr(housekeeper, "_TICK_S", 3600.0)  # a store has one scan at a time
     backend = open_disk(tmp_path, **full(128), write_threads=4)
+    assert await until(lambda: backend._store.space.may_evict)
     assert all(await write(backend, keys_of(128)))
     writing = True
 
