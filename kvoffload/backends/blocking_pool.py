@@ -18,6 +18,8 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 QUICK_S = 0.02
 """How long one thread has the quick batches to itself."""
+ITEMS_PER_TURN = 256
+"""Items of one batch that all threads together do before those of batches that wait."""
 
 
 class BlockingPool:
@@ -25,7 +27,8 @@ class BlockingPool:
 
     The thread of a hung system call owns the caller's memory until the call returns. So a batch
     waits for the items it has begun, whatever happens. Once every thread has been inside one item
-    for ``stall_s``, the pool gives up items not begun at once.
+    for ``stall_s``, the pool gives up items not begun at once. Batches are served in order, and one
+    of thousands of items in turns with those behind it.
     """
 
     def __init__(self, name: str, threads: int, stall_s: float) -> None:
@@ -51,6 +54,7 @@ class BlockingPool:
         self._choosing = threading.Lock()
         """Guards the two above."""
         self._local = threading.local()
+        self._per_turn = max(1, ITEMS_PER_TURN // threads)
         self._begun: list[float | None] = [None] * threads
         """When each thread began its current item."""
         self._closing = threading.Lock()
@@ -202,7 +206,7 @@ class BlockingPool:
             is_quick_thread = taken[1]
             del taken  # otherwise its memory stays referenced until the next batch comes
             while batch is not None:
-                self._local.batch = batch
+                self._local.batch, num_done = batch, 0
                 while (i := batch.take()) is not None:
                     self._begun[me] = time.monotonic()
                     try:
@@ -212,6 +216,11 @@ class BlockingPool:
                     finally:
                         self._begun[me] = None
                         batch.put_back()
+                    num_done += 1
+                    is_over = num_done % self._per_turn == 0 and not is_quick_thread
+                    if is_over and not self._queue.empty():
+                        self._put(batch)  # behind those that wait: a thread is still owed to it
+                        break
                 self._local.batch = batch = None
                 if is_quick_thread:
                     batch = self._next_quick()

@@ -9,7 +9,7 @@ import pytest
 from disk_parts import until
 
 from kvoffload.backends import blocking_pool
-from kvoffload.backends.blocking_pool import BlockingPool, run_once
+from kvoffload.backends.blocking_pool import ITEMS_PER_TURN, BlockingPool, run_once
 from kvoffload.backends.threaded import ThreadPoolBackend
 
 
@@ -69,6 +69,56 @@ async def test_items_are_begun_in_order_on_as_many_threads_as_there_are(make):
     stuck.go_on.set()
     await filling
     assert (answers, sorted(stuck.begun)) == ([True] * 5, [0, 1, 2, 3, 4])
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("is_quick", [False, True])
+async def test_a_batch_of_thousands_of_items_has_turns_with_those_behind_it(
+    make, threads, is_quick
+):
+    pool, may_begin, done = make(threads), threading.Event(), []
+
+    def work(name):
+        def one(i):
+            may_begin.wait()
+            done.append(name)
+            return True
+
+        return one
+
+    large, small = [False] * 20 * ITEMS_PER_TURN, [False] * 10
+    first = asyncio.ensure_future(pool.fill(large, work("large")))
+    assert await until(lambda: pool._begun[0] is not None)
+    second = asyncio.ensure_future(pool.fill(small, work("small"), is_quick=is_quick))
+    await asyncio.sleep(0)
+    may_begin.set()
+    await asyncio.gather(first, second)
+    assert all(large)
+    assert all(small)
+    before = len(done) - 1 - done[::-1].index("small") - len(small) + 1
+    assert before <= 3 * ITEMS_PER_TURN, "they waited for the large one"
+
+
+async def test_a_pool_that_closes_ends_a_batch_that_passes_its_turn(make):
+    pool, stuck, done = make(1), Stuck(), []
+
+    def work(i):
+        done.append(i)
+        if len(done) == 1:
+            stuck(i)
+        return True
+
+    large = [False] * 2 * ITEMS_PER_TURN
+    first = asyncio.ensure_future(pool.fill(large, work))
+    assert await until(lambda: stuck.begun)
+    second = asyncio.ensure_future(pool.fill([False], work))
+    await asyncio.sleep(0)
+    closing = asyncio.ensure_future(run_once(pool.close))
+    assert await until(lambda: pool._closed)
+    stuck.go_on.set()
+    await asyncio.gather(first, second)
+    assert len(done) == ITEMS_PER_TURN
+    assert await closing
 
 
 @pytest.mark.parametrize("is_quick", [False, True])
