@@ -3,7 +3,7 @@
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
@@ -25,6 +25,7 @@ from kvoffload.backends.base import (
 from kvoffload.backends.log_rate import Throttle
 from kvoffload.errors import ConfigError
 from kvoffload.io.open_stores import write_for
+from kvoffload.io.service.turns import NoTurnError
 from kvoffload.policies.told_return import ToldReturn
 
 T = TypeVar("T")
@@ -38,6 +39,23 @@ class HoldsMany(Protocol):
     def held(self, keys: Sequence[bytes]) -> list[bool]:
         """Return for each key whether it is here."""
         ...
+
+
+class Caller(Protocol):
+    """Makes the calls of layers, each once the session that asks has a turn at the layer."""
+
+    def __call__(
+        self, kind: str, store: str, chunks: int, work: Callable[[], Coroutine[Any, Any, T]]
+    ) -> Coroutine[Any, Any, T]:
+        """Return what a call of so many chunks returns."""
+        ...
+
+
+async def at_once(
+    kind: str, store: str, chunks: int, work: Callable[[], Coroutine[Any, Any, T]]
+) -> T:
+    """Make a call of no session."""
+    return await work()
 
 
 class Layers(Observable, ReadsEach, Spares):
@@ -74,11 +92,12 @@ class Layers(Observable, ReadsEach, Spares):
         self._take({each: layers[each] for each in order if each in layers})
         return True
 
-    async def contains(self, keys: Sequence[bytes]) -> list[bool]:
+    async def contains(self, keys: Sequence[bytes], call: Caller = at_once) -> list[bool]:
         answers = [False] * len(keys)
-        for layer in self.layers.values():
+        for name, layer in self.layers.items():
             if unknown := [i for i, there in enumerate(answers) if not there]:
-                for found in await _together([layer.contains([keys[i] for i in unknown])]):
+                ask = partial(layer.contains, [keys[i] for i in unknown])
+                for found in await _together([call("ask", name, len(unknown), ask)]):
                     for i, there in zip(unknown, found, strict=True):
                         answers[i] = there
         return answers
@@ -94,37 +113,45 @@ class Layers(Observable, ReadsEach, Spares):
         into: Sequence[memoryview],
         arrived: Callable[[int], None],
         tenants: Sequence[bytes] = (),
+        call: Caller = at_once,
     ) -> list[bool | ReadResult]:
         """See :meth:`ReadsEach.read_each`; ``tenants``: for whom each chunk is copied nearer."""
         check_lengths(keys, into)
         answers: list[bool | ReadResult] = [ReadResult.MISSING] * len(keys)
-        nearer: list[Backend] = []
-        for layer in self.layers.values():
+        nearer: dict[str, Backend] = {}
+        for name, layer in self.layers.items():
             wanted = [i for i, answer in enumerate(answers) if not answer]
             if isinstance(layer, LocalIndex):
                 wanted = [i for i in wanted if layer.holds(keys[i])]
             if wanted:
-                for found in await _together([_read(layer, keys, into, wanted, arrived)]):
+                read = partial(_read, layer, keys, into, wanted, arrived)
+                for found in await _together([call("read", name, len(wanted), read)]):
                     for i, answer in zip(wanted, found, strict=True):
                         answers[i] = answer
                 brought = [i for i in wanted if answers[i]]
                 if brought and nearer:  # the slots are the caller's until this returns
                     some = [keys[i] for i in brought], [into[i] for i in brought]
                     whose = [tenants[i] for i in brought] if tenants else ()
-                    await _together(write_for(store, *some, whose) for store in nearer)
-            nearer.append(layer)
+                    await _together(_writes(nearer, *some, whose, call))
+            nearer[name] = layer
         return answers
 
     async def write(
-        self, keys: Sequence[bytes], chunks: Sequence[memoryview], tenants: Sequence[bytes] = ()
+        self,
+        keys: Sequence[bytes],
+        chunks: Sequence[memoryview],
+        tenants: Sequence[bytes] = (),
+        call: Caller = at_once,
     ) -> list[Written]:
         check_lengths(keys, chunks)
-        layers = self.layers.values()
-        answers = await _together(write_for(each, keys, chunks, tenants) for each in layers)
+        answers = await _together(_writes(self.layers, keys, chunks, tenants, call))
         return list(map(_best, zip([False] * len(keys), *answers, strict=True)))
 
-    async def remove(self, keys: Sequence[bytes]) -> None:
-        await _together(layer.remove(keys) for layer in self.layers.values())
+    async def remove(self, keys: Sequence[bytes], call: Caller = at_once) -> None:
+        await _together(
+            call("write", name, len(keys), partial(layer.remove, keys))
+            for name, layer in self.layers.items()
+        )
 
     async def close(self) -> None:
         await _together(layer.close() for layer in self.layers.values())
@@ -268,11 +295,24 @@ async def _together(calls: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
     """
     answers = []
     for answer in await asyncio.gather(*calls, return_exceptions=True):
+        if isinstance(answer, NoTurnError):
+            continue
         if isinstance(answer, BaseException):
             _failures.warning("a layer's call failed: %r", answer)
         else:
             answers.append(answer)
     return answers
+
+
+def _writes(
+    layers: Mapping[str, Backend],
+    keys: Sequence[bytes],
+    chunks: Sequence[memoryview],
+    tenants: Sequence[bytes],
+    call: Caller,
+) -> Iterator[Coroutine[Any, Any, Sequence[Written]]]:
+    for name, layer in layers.items():
+        yield call("write", name, len(keys), partial(write_for, layer, keys, chunks, tenants))
 
 
 async def _read(

@@ -5,9 +5,11 @@ chunks is told to each view, because an index has one reader.
 """
 
 import asyncio
+import contextlib
 import logging
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from functools import partial
 
 from kvoffload import registry
 from kvoffload.backends.admin import Purges
@@ -32,7 +34,7 @@ from kvoffload.io.service.host_memory import HostMemory
 from kvoffload.io.service.host_store import HostStore
 from kvoffload.io.service.key_parts import new_parts
 from kvoffload.io.service.layered_store import IndexedLayers, Layers, layered
-from kvoffload.io.service.turns import Turns
+from kvoffload.io.service.turns import NoTurnError, Turns
 from kvoffload.metrics.names import CAPACITY_BYTES, NAMESPACE_BYTES, RESIDENT_BYTES, TIER_EVENTS
 from kvoffload.metrics.samples import Sample
 from kvoffload.policies.told_return import ToldReturn
@@ -307,8 +309,7 @@ class StoreView(Observable, Lends, Spares, Purges):
     def __init__(self, shared: SharedStore) -> None:
         self._shared = shared
         self._store = shared.store
-        # Apart, or what is in memory would wait for calls that a backend lets hang.
-        self._asks, self._loads, self._loans, self._stores = (Turns() for _ in range(4))
+        self._turns = Turns()
         self._is_closed = False
         self.removals: deque[Removal] = deque(maxlen=_MAX_REMOVALS)
         self.spared: Collection[bytes] = ()
@@ -316,8 +317,7 @@ class StoreView(Observable, Lends, Spares, Purges):
         self.is_shared = True
 
     async def contains(self, keys: Sequence[bytes]) -> list[bool]:
-        async with self._asks.take(len(keys)):
-            return [False] * len(keys) if self._is_closed else await self._store.contains(keys)
+        return await self._store.contains(keys, self._turns.call)
 
     async def read(self, keys: Sequence[bytes], into: Sequence[memoryview]) -> Answers:
         return await self.read_each(keys, into, lambda i: None)
@@ -329,15 +329,12 @@ class StoreView(Observable, Lends, Spares, Purges):
         arrived: Callable[[int], None],
         tenants: Sequence[bytes] = (),
     ) -> Answers:
-        async with self._loads.take(len(keys)):
-            if self._is_closed:
-                return [False] * len(keys)
-            return await self._store.read_each(keys, into, arrived, tenants)
+        return await self._store.read_each(keys, into, arrived, tenants, self._turns.call)
 
     async def verify(self, keys: Sequence[bytes], sizes: Sequence[int]) -> None:
-        async with self._loans.take(len(keys)):
-            if not self._is_closed:
-                await self._shared.memory.verify(keys, sizes)
+        check = partial(self._shared.memory.verify, keys, sizes)
+        with contextlib.suppress(NoTurnError):
+            await self._turns.call("verify", MEMORY, len(keys), check)
 
     def lend(
         self, keys: Sequence[bytes], sizes: Sequence[int]
@@ -349,24 +346,21 @@ class StoreView(Observable, Lends, Spares, Purges):
     async def write(
         self, keys: Sequence[bytes], chunks: Sequence[memoryview], tenants: Sequence[bytes] = ()
     ) -> Sequence[Written]:
-        async with self._stores.take(len(keys)):
-            if self._is_closed:
-                return [False] * len(keys)
-            answers = await self._store.write(keys, chunks, tenants)
+        answers = await self._store.write(keys, chunks, tenants, self._turns.call)
         self._shared.written([key for key, good in zip(keys, answers, strict=True) if good])
         return answers
 
     async def remove(self, keys: Sequence[bytes]) -> None:
-        async with self._stores.take(len(keys)):
-            if not self._is_closed:
-                await self._store.remove(keys)
+        await self._store.remove(keys, self._turns.call)
 
     async def close(self) -> None:
+        """Leave the store; return once none of its calls is in progress."""
         if not self._is_closed:
             self._is_closed = True
             self.spared = ()
             self.emptied()
             self._shared.end(self)
+        await self._turns.end()
 
     async def purge(self, namespaces: Sequence[str]) -> int:
         return await self._shared.purge(namespaces)

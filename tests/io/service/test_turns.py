@@ -2,6 +2,10 @@
 
 import asyncio
 
+from disk_parts import until
+
+from kvoffload.backends.blocking_pool import undisturbed
+from kvoffload.backends.memory import MemoryBackend, MemoryOptions
 from kvoffload.io.service.host_memory import HostMemory
 from kvoffload.io.service.host_store import HostStore
 from kvoffload.io.service.layered_store import layered
@@ -28,9 +32,11 @@ class Calls:
         return asyncio.create_task(self._call(name, chunks))
 
     async def _call(self, name, chunks):
-        async with self.turns.take(chunks):
+        async def work():
             self.begun.append(name)
             await self.may_end[name].wait()
+
+        await self.turns.call("read", "memory", chunks, work)
 
 
 async def test_calls_have_turns_in_order_and_a_cancelled_one_lets_the_next_pass():
@@ -72,7 +78,7 @@ async def test_a_session_that_asks_for_much_leaves_the_threads_to_others():
     shared, keys = SharedStore(store, memory, lambda: None), keys_of(4)
     one, two = shared.new_view(), shared.new_view()
     await one.write(keys, filled(keys))
-    reads, in_calls, most = store.read_each, 0, 0
+    reads, in_calls, most = memory.read_each, 0, 0
 
     async def counted(keys, *args):
         nonlocal in_calls, most
@@ -83,7 +89,7 @@ async def test_a_session_that_asks_for_much_leaves_the_threads_to_others():
         finally:
             in_calls -= len(keys)
 
-    store.read_each = counted
+    memory.read_each = counted
     ended = []
 
     async def load(view):
@@ -100,26 +106,119 @@ async def test_a_session_that_asks_for_much_leaves_the_threads_to_others():
     await store.close()
 
 
-async def test_loads_and_lookups_do_not_wait_for_stores_that_hang():
-    """Writes to a disk that hangs keep their turns; what is in memory is loaded meanwhile."""
-    memory = HostStore(HostMemory(64 * CHUNK_BYTES, LRUPolicy), "n")
-    store = layered({"memory": memory})
-    keys, view = keys_of(4), SharedStore(store, memory, lambda: None).new_view()
-    await view.write(keys, filled(keys))
-    may_end = asyncio.Event()
+class Below(MemoryBackend):
+    """A store below the memory, whose calls wait while it hangs."""
 
-    async def hang(*args):
-        await may_end.wait()
-        return [False] * len(keys)
+    def __init__(self):
+        super().__init__(MemoryOptions(), "n")
+        self.may_end, self.calls = asyncio.Event(), []
+        self.may_end.set()
 
-    store.write = store.contains = hang
-    hung = [asyncio.create_task(view.write(keys, filled(keys))) for _ in range(MOST_CHUNKS)]
+    async def _call(self, name, keys):
+        self.calls.append(name)
+        # As a system call, which no cancellation ends.
+        await undisturbed(asyncio.ensure_future(self.may_end.wait()))
+
+    async def contains(self, keys):
+        await self._call("contains", keys)
+        return await super().contains(keys)
+
+    async def read(self, keys, into):
+        await self._call("read", keys)
+        return await super().read(keys, into)
+
+    async def write(self, keys, chunks):
+        await self._call("write", keys)
+        return await super().write(keys, chunks)
+
+
+class Rig:
+    """Views of a store in three layers: the memory, and two stores below it."""
+
+    def __init__(self):
+        host = HostStore(HostMemory(64 * CHUNK_BYTES, LRUPolicy), "n")
+        self.near, self.far = Below(), Below()
+        self.host, self.store = host, layered({"memory": host, "near": self.near, "far": self.far})
+        self.shared = SharedStore(self.store, host, lambda: None)
+
+    async def close(self, hung):
+        self.near.may_end.set()
+        self.far.may_end.set()
+        await asyncio.gather(*hung, return_exceptions=True)
+        for view in list(self.shared.views):
+            await view.close()
+        await self.store.close()
+
+
+async def in_time(call):
+    return await asyncio.wait_for(call, 10)
+
+
+async def test_loads_of_the_memory_and_of_other_stores_do_not_wait_for_a_store_that_hangs():
+    """More calls than a session has turns for hang in one store."""
+    rig, hung = Rig(), []
+    view = rig.shared.new_view()
+    there, near, far = keys_of(4, "there"), keys_of(4, "near"), keys_of(4, "far")
+    await view.write(there, filled(there))
+    await rig.near.write(near, filled(near))
+    await rig.far.write(far, filled(far))
+    rig.near.may_end.clear()
+    for _ in range(MOST_CHUNKS):
+        hung.append(asyncio.create_task(view.read(near, slots(4))))
+        hung.append(asyncio.create_task(view.write(near, filled(near))))
     await settle()
-    assert all(await asyncio.wait_for(view.read(keys, slots(len(keys))), 10))
-    hung += [asyncio.create_task(view.contains(keys)) for _ in range(MOST_CHUNKS)]
+    assert all(await in_time(view.read(there, slots(4))))
+    arrived = []
+    hung.append(asyncio.create_task(view.read_each(far, slots(4), arrived.append)))
+    assert await until(lambda: len(arrived) == 4)
+    await rig.close(hung)
+
+
+async def test_the_memory_has_a_chunk_whose_store_below_hangs():
+    rig, hung = Rig(), []
+    view, keys = rig.shared.new_view(), keys_of(MOST_CHUNKS)
+    rig.near.may_end.clear()
+    for key in keys[:48]:
+        hung.append(asyncio.create_task(view.write([key] * 3, filled([key] * 3))))
+    assert await until(lambda: sum(map(rig.host.holds, keys)) == 48)
+    assert rig.near.calls.count("write") < 48, "each of them had a turn"
+    await rig.close(hung)
+
+
+async def test_a_call_that_is_cancelled_ends_its_turn_though_it_hangs():
+    """So the store itself can refuse the next one, which else would wait for its deadline."""
+    rig, keys = Rig(), keys_of(4)
+    view = rig.shared.new_view()
+    await rig.near.write(keys, filled(keys))
+    rig.near.may_end.clear()
+    rig.near.calls.clear()
+    hung = [asyncio.create_task(view.read(keys, slots(4))) for _ in range(MOST_CHUNKS)]
     await settle()
-    assert all(await asyncio.wait_for(view.read(keys, slots(len(keys))), 10))
-    may_end.set()
-    await asyncio.gather(*hung)
-    await view.close()
-    await store.close()
+    begun = len(rig.near.calls)
+    assert begun < MOST_CHUNKS
+    hung[0].cancel()
+    await settle()
+    assert len(rig.near.calls) == begun + 1
+    assert not hung[0].done(), "the slots may still be written"
+    await rig.close(hung)
+
+
+async def test_a_view_is_closed_once_its_calls_have_ended():
+    """Else what it still stores would come after a removal of all that the namespace has."""
+    rig, keys = Rig(), keys_of(4)
+    view, other = rig.shared.new_view(), rig.shared.new_view()
+    rig.near.may_end.clear()
+    begun = asyncio.create_task(view.write(keys, filled(keys)))
+    waiting = [asyncio.create_task(view.read(keys, slots(4))) for _ in range(MOST_CHUNKS)]
+    await settle()
+    closing = asyncio.create_task(view.close())
+    await settle()
+    assert not closing.done()
+    calls = len(rig.near.calls)
+    rig.near.may_end.set()
+    await in_time(closing)
+    assert begun.done()
+    assert any(not any(answers) for answers in await asyncio.gather(*waiting)), "none was too late"
+    assert len(rig.near.calls) == calls
+    assert all(await in_time(other.read(keys, slots(4))))
+    await rig.close([])
