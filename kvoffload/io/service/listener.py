@@ -9,7 +9,8 @@ import stat
 
 from kvoffload.errors import ConfigError
 
-BACKLOG = 64
+BACKLOG = 512
+"""Connections that wait while the server is busy; an engine beyond it has to try again."""
 
 
 class Listener:

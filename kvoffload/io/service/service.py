@@ -6,6 +6,7 @@ import gc
 import logging
 import mmap
 import os
+import select
 import socket
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -46,6 +47,8 @@ GREETING_S = 5.0
 """How long an engine may take to say what it is."""
 MOST_SESSIONS = 256
 """Each takes descriptors and mappings of this process."""
+MOST_SILENT = 64
+"""Connections that have said nothing yet: the oldest one is ended for a further one."""
 MOST_BYTES = 8 << 20
 """A longer message of an engine is none: it would take this process's memory."""
 MOST_KEYS = 1 << 17
@@ -54,6 +57,10 @@ PAUSE_S = 0.1
 MEASURE_S = 0.5
 _LOADS = ENGINE_LOAD_BYTES, ENGINE_LOAD_CHUNKS, ENGINE_LOAD_SECONDS
 _STORES = ENGINE_STORE_BYTES, ENGINE_STORE_CHUNKS, ENGINE_STORE_SECONDS
+
+
+class SilentError(OSError):
+    """A connection says nothing."""
 
 
 class EngineTraffic:
@@ -120,6 +127,8 @@ class Service:
         self._samples: list[Sample] = []
         self._failures = Throttle(log)
         self._served: set[asyncio.Task[None]] = set()
+        self._silent: dict[socket.socket, asyncio.Event] = {}
+        """Connections that have said nothing yet, the oldest first → set once it does, or ends."""
         self._may_attach, self._have_left = asyncio.Lock(), asyncio.Event()
         """Held while the stores are replaced; set when the last engine has left."""
         self._loop = asyncio.get_running_loop()
@@ -184,6 +193,9 @@ class Service:
         with sock:
             try:
                 pid, greeting = await self._met(sock)
+            except SilentError as error:
+                self._failures.warning("a connection is ended: %s", error)
+                return
             except OSError as error:
                 log.warning("an engine is refused: %s", error)
                 return
@@ -206,16 +218,32 @@ class Service:
     async def _met(self, sock: socket.socket) -> tuple[int, Greeting]:
         """Return the process of an engine and its greeting; raises OSError."""
         pid = check_user(sock, os.geteuid())
-        if len(self._served) > MOST_SESSIONS:
+        await self._said(sock)
+        if len(self._served) - len(self._silent) > MOST_SESSIONS:
             raise OSError(f"{MOST_SESSIONS} engines are attached")
-        ready = asyncio.Event()
+        return pid, Greeting(sock)
+
+    async def _said(self, sock: socket.socket) -> None:
+        """Wait until a connection says something; raises SilentError."""
+        if _has_said(sock):
+            return
+        if len(self._silent) >= MOST_SILENT:
+            # One that has said something goes on in this turn of the loop.
+            oldest = next((each for each in self._silent if not _has_said(each)), None)
+            if oldest is not None:
+                self._silent.pop(oldest).set()
+        ready = self._silent[sock] = asyncio.Event()
         self._loop.add_reader(sock, ready.set)
         try:
             async with asyncio.timeout(GREETING_S):
                 await ready.wait()
+        except TimeoutError:
+            raise SilentError(f"it has said nothing for {GREETING_S:g} s") from None
         finally:
             self._loop.remove_reader(sock)
-        return pid, Greeting(sock)
+            is_kept = self._silent.pop(sock, None) is not None
+        if not is_kept:
+            raise SilentError(f"it has said nothing, as {MOST_SILENT} later ones")
 
     async def _serve_engine(self, sock: socket.socket, greeting: Greeting, told: str) -> None:
         slab = mmap.mmap(greeting.slab_fd, 0)
@@ -292,6 +320,12 @@ class Service:
     def samples(self) -> list[Sample]:
         """Return what the server measures, on any thread."""
         return self._samples
+
+
+def _has_said(sock: socket.socket) -> bool:
+    poll = select.poll()
+    poll.register(sock, select.POLLIN)
+    return bool(poll.poll(0))
 
 
 def _shares(config: ServeConfig) -> NamespaceShares | None:

@@ -22,6 +22,7 @@ from kvoffload.io.service.settings import read_serve_config
 from kvoffload.metrics.names import ENGINES, ENGINES_LEAVING
 from kvoffload.transfer.shared_memory import create_shared_memory
 from tests.io.service.test_bad_input import KEYS as SLOTS
+from tests.io.service.test_bad_input import Talk, serves
 from tests.io.service.test_loans import Borrower
 from tests.support.host_server import key_of
 from tests.support.io_rig import opening
@@ -210,3 +211,54 @@ def test_memory_that_finds_no_descriptor_for_its_end_is_not_kept(tmp_path, monke
     attached.close()
     end()
     thread.join(20)
+
+
+def connected(path):
+    sock = socket.socket(socket.AF_UNIX)
+    sock.connect(path)  # without a timeout it waits for room in the queue
+    sock.settimeout(20)
+    return sock
+
+
+def test_connections_that_say_nothing_take_no_place_of_an_engine(tmp_path, monkeypatch):
+    monkeypatch.setattr(service, "GREETING_S", 600)
+    path, most = str(tmp_path / "s"), service.MOST_SILENT
+    _, thread, tell = started_in_a_thread(path)
+    silent = [connected(path) for _ in range(service.MOST_SESSIONS + 2 * most)]
+    for sock in silent[:-most]:
+        assert sock.recv(1) == b"", "the oldest ones are ended"
+    assert serves(Talk(path).greet())
+    for sock in silent[-most:]:
+        sock.setblocking(False)
+        with pytest.raises(BlockingIOError):
+            sock.recv(1)
+    late = Talk(path)
+    silent[-most].settimeout(20)
+    assert silent[-most].recv(1) == b""  # one more that has said nothing yet
+    assert serves(late.greet())
+    tell()
+    thread.join(20)
+    assert not thread.is_alive()
+    for sock in silent:
+        sock.close()
+
+
+def test_an_engine_that_has_greeted_keeps_its_place_though_many_say_nothing(tmp_path, monkeypatch):
+    monkeypatch.setattr(service, "MOST_SILENT", 2)
+    path, is_held, may_run = str(tmp_path / "s"), threading.Event(), threading.Event()
+    made, thread, tell = started_in_a_thread(path)
+    made._loop.call_soon_threadsafe(lambda: (is_held.set(), may_run.wait(60)))
+    assert is_held.wait(20)
+    silent, engines = [], []
+    for _ in range(4):
+        engines.append(Talk(path))
+        silent += [connected(path) for _ in range(5)]
+    for engine in engines:
+        engine.greet()
+    may_run.set()
+    assert all(serves(engine) for engine in engines)
+    tell()
+    thread.join(20)
+    assert not thread.is_alive()
+    for sock in silent:
+        sock.close()
