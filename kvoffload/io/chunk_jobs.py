@@ -152,7 +152,8 @@ class ChunkJobs:
         for i in part:
             start = order.slots[i] * self.slot_bytes
             size = order.sizes if isinstance(order.sizes, int) else order.sizes[i]
-            views.append(self._memory[start : start + size] if start >= 0 else self._memory[:0])
+            is_slot = start >= 0 and size >= 0  # or it would count from the end of the memory
+            views.append(self._memory[start : start + size] if is_slot else self._memory[:0])
             if isinstance(order, Store) and len(views[-1]) != size:  # a slice is only shorter
                 raise ValueError(f"slot {order.slots[i]} has no {size} bytes")
         return views

@@ -5,8 +5,9 @@ tagged MessagePack array after its length (4 bytes, little endian), over a Unix 
 bytes of chunks never travel here: both ends map the slab, and memory that a server lends.
 """
 
+import re
 from collections.abc import Iterator, Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, get_args
 
 import msgspec
 from msgspec.structs import replace
@@ -20,6 +21,9 @@ _LENGTH_BYTES = 4
 MOST_BYTES = 1 << 28
 """A longer message is none of ours: its length is garbage."""
 _Tenants = list[Annotated[bytes, msgspec.Meta(max_length=64)]]
+_Size = Annotated[int, msgspec.Meta(ge=0)]
+_Seconds = Annotated[float, msgspec.Meta(ge=0)]
+"""No NaN either, which would break the order of timers for all sessions."""
 
 
 class _Message(msgspec.Struct, array_like=True, tag=True):
@@ -49,16 +53,16 @@ class Open(_Message):
     namespace: str
     facts: dict[str, str]
     """The facts behind the namespace, for people."""
-    chunk_bytes: int
+    chunk_bytes: _Size
     """Bytes of the largest chunk, which each store must be able to hold."""
-    slot_bytes: int
-    lookup_timeout_s: float
+    slot_bytes: _Size
+    lookup_timeout_s: _Seconds
     number: int = 0
     """From the sequence of the jobs' numbers; the same one again changes nothing."""
     forgotten: dict[str, list[str]] = {}
     """Tier → namespaces to remove from it: those that only this engine used, once it is open. If
     the wanted namespace is one, it is removed first, so that nothing of it is found."""
-    hint_share: float = 0.5
+    hint_share: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.5
     """The part of a store that chunks of sessions which said when they return hold at most, while
     other chunks need room."""
 
@@ -357,7 +361,25 @@ class MessageReader:
                     raise msgspec.DecodeError(f"a message of {length} bytes")
                 if after > end:
                     break
-                message = self._decoder.decode(view[body:after])
+                message = self._decoded(view[body:after])
                 start = after
                 yield message
         del self._buffer[:start]
+
+    def _decoded(self, data: memoryview) -> Any:
+        try:
+            return self._decoder.decode(data)
+        except msgspec.ValidationError as error:
+            raise msgspec.ValidationError(f"{_field(data, str(error))}{error}") from None
+
+
+_FIELD = re.compile(r"`\$\[(\d+)\]")
+
+
+def _field(data: memoryview, why: str) -> str:
+    """Return which field of a message is wrong, if that can be told."""
+    tag, found = msgspec.msgpack.decode(data)[0], _FIELD.search(why)
+    names = {kind.__name__: kind.__struct_fields__ for kind in get_args(ToServer | ToClient)}
+    if found is None or not isinstance(tag, str) or tag not in names or found[1] == "0":
+        return ""
+    return f"{tag}.{names[tag][int(found[1]) - 1]}: "

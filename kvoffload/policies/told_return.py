@@ -3,7 +3,9 @@
 import time
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
+
+from msgspec import Meta
 
 from kvoffload.policies.return_order import ExpectedReturns
 
@@ -15,9 +17,9 @@ class ToldReturn(NamedTuple):
     """The claimant's name; see :meth:`ExpectedReturns.expect`."""
     keys: Sequence[bytes]
     """The chunks of the request's prompt, head first."""
-    in_s: float | None
+    in_s: Annotated[float, Meta(ge=0)] | None
     """In how many seconds its session needs them again; None: it says nothing."""
-    num_used: int
+    num_used: Annotated[int, Meta(ge=0)]
     """How many leading chunks other requests use as well."""
 
     def apply(self, claims: ExpectedReturns) -> None:

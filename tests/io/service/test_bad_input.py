@@ -2,12 +2,15 @@
 
 import array
 import json
+import math
 import os
 import socket
 import struct
 import subprocess
 import sys
+from typing import get_args
 
+import msgspec
 import pytest
 from msgspec.structs import replace
 
@@ -18,17 +21,25 @@ from kvoffload.io.protocol import (
     HAD,
     VERSION,
     Answered,
+    Ask,
     Await,
+    Borrow,
+    Cancel,
+    Expect,
     Forget,
     Load,
     MessageReader,
+    Open,
     Refused,
+    Release,
     Remove,
     Store,
+    ToServer,
     frame,
 )
 from kvoffload.io.service.listener import Listener
 from kvoffload.io.service.settings import read_serve_config
+from kvoffload.policies.told_return import ToldReturn
 from kvoffload.transfer.shared_memory import create_shared_memory
 from tests.support.host_server import ROOT, HostServer, key_of
 from tests.support.io_rig import opening
@@ -244,6 +255,90 @@ def test_slots_keys_and_names_that_cannot_be_are_misses(talk):
     engine.send(Remove("none", KEYS), Await([(-1, KEYS)] * 1000))
     engine.send(Store(20, "serve", KEYS, [0, 1, 2, 3], SLOT))
     assert set(engine.hear(Answered).ok) <= {1, HAD}
+
+
+RETURN = ToldReturn(b"claim", KEYS, 5.0, 2)
+OF_EACH_TYPE = [
+    OPEN,
+    Load(5, "serve", KEYS, [0, 1, 2, 3], SLOT, [b"t"] * 4, True),
+    Load(5, "serve", KEYS, [0, 1, 2, 3], [SLOT] * 4),
+    Store(5, "serve", KEYS, [0, 1, 2, 3], SLOT, [b"t"] * 4),
+    Store(5, "serve", KEYS, [0, 1, 2, 3], [SLOT] * 4),
+    Cancel(5),
+    Borrow(),
+    Release(5),
+    Ask("serve", KEYS),
+    Forget("serve", KEYS),
+    Remove("serve", KEYS),
+    Await([(1, KEYS)]),
+    Expect([RETURN]),
+]
+NUMBERS = [math.nan, math.inf, -math.inf, -1, -1.5, 1e300, -(1 << 63), (1 << 64) - 1]
+
+
+def numbers_of(value, path=()):
+    """The places of all numbers in a message as lists."""
+    if isinstance(value, list):
+        for i, each in enumerate(value):
+            yield from numbers_of(each, (*path, i))
+    elif isinstance(value, (int, float)) and not isinstance(value, bool):
+        yield path
+
+
+def wrong_numbers():
+    for message in OF_EACH_TYPE:
+        there = msgspec.msgpack.decode(msgspec.msgpack.encode(message))
+        for path in numbers_of(there):
+            for number in NUMBERS:
+                changed = msgspec.msgpack.decode(msgspec.msgpack.encode(message))
+                part = changed
+                for i in path[:-1]:
+                    part = part[i]
+                part[path[-1]] = number
+                yield type(message), path, msgspec.msgpack.encode(changed)
+
+
+def test_each_type_of_message_is_tried_with_wrong_numbers():
+    assert set(map(type, OF_EACH_TYPE)) == set(get_args(ToServer))
+    fields = {
+        f"{kind.__name__}.{kind.__struct_fields__[at[0] - 1]}" for kind, at, _ in wrong_numbers()
+    }
+    assert fields == {
+        *("Open.version", "Open.chunk_bytes", "Open.slot_bytes", "Open.lookup_timeout_s"),
+        *("Open.number", "Open.hint_share", "Load.job", "Load.slots", "Load.sizes"),
+        *("Store.job", "Store.slots", "Store.sizes", "Cancel.job", "Release.loan"),
+        *("Await.requests", "Expect.returns"),
+    }
+
+
+@pytest.mark.parametrize("kind", [*get_args(ToServer)], ids=lambda kind: kind.__name__)
+def test_a_wrong_number_is_refused_by_the_name_of_its_field_or_harmless(talk, one_server, kind):
+    other, first = talk().greet(), len(one_server.log)
+    other.send(OPEN)
+    for _, path, body in (each for each in wrong_numbers() if each[0] is kind):
+        engine = Talk(one_server.path).greet()
+        if kind is not Open:
+            engine.send(OPEN)
+        engine.sock.sendall(len(body).to_bytes(4, "little") + body)
+        engine.send(OPEN, Store(1000, "serve", KEYS, [4, 5, 6, 7], SLOT))
+        begun = len(one_server.log)
+        said = engine.hear((Answered, Refused))
+        while isinstance(said, Answered) and said.job != 1000:
+            said = engine.hear(Answered)
+        if said is None:
+            field = f"{kind.__name__}.{kind.__struct_fields__[path[0] - 1]}"
+            assert engine.is_ended()
+            assert f"cannot be understood: {field}: " in one_server.log[begun:], path
+        elif isinstance(said, Refused):
+            assert kind is Open, path
+            assert said.field in ("io", "memory.capacity"), path
+        else:
+            assert set(said.ok) <= {0, 1, HAD}, path
+        engine.close()
+    other.send(Store(1, "serve", KEYS, [0, 1, 2, 3], SLOT))
+    assert set(other.hear(Answered).ok) <= {1, HAD}
+    assert serves(Talk(one_server.path).greet())
+    assert "Traceback" not in one_server.log[first:]
 
 
 @pytest.mark.parametrize(
