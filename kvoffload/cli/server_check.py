@@ -15,11 +15,14 @@ ANSWER_S = 5.0
 
 
 def is_of_server(path: str) -> bool:
-    """Return whether there is a socket, or the lock that a server leaves next to its own."""
+    """Return whether there is a socket, or the lock that a server leaves next to its own.
+
+    A reboot removes both from ``/run``, where nothing else of ours is.
+    """
     try:
         return stat.S_ISSOCK(os.stat(path).st_mode)
     except OSError:
-        return os.path.exists(lock_of(path))
+        return os.path.exists(lock_of(path)) or os.path.realpath(path).startswith("/run/")
 
 
 def server_findings(path: str) -> list[Finding]:

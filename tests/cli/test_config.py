@@ -308,6 +308,14 @@ def test_a_doctor_examines_a_configuration_or_a_store(doctor, more):
     assert "--config" in err
 
 
+def test_a_doctor_takes_what_a_reboot_has_removed_for_a_server(doctor):
+    code, out, _ = doctor("/run/kvoffload-none/s", "--json")
+    (found,) = json.loads(out)["findings"]
+    assert (code, found["verdict"]) == (1, "failed")
+    assert "No such file or directory" in found["detail"]
+    assert found["remedy"] == "start kvoffload serve there, as the user of the engines"
+
+
 def test_dictionary_precedes_environment_precedes_file_precedes_default(kvoffload, tmp_path):
     path = tmp_path / "settings.toml"
     path.write_text('cpu_bytes = "1GiB"\npolicy = "lru"\nblocks_per_chunk = 2\n')

@@ -38,6 +38,8 @@ class Listener:
                 self.close()
                 folder = os.path.dirname(path)
                 remedy = f"there is no folder {folder}: make it, for the user of the engines"
+                if os.path.isdir(folder):  # as /proc
+                    remedy = f"no file can be made in {folder}: give a path in another folder"
                 raise ConfigError("socket", path, remedy) from None
             except OSError as error:
                 self.close()

@@ -442,6 +442,8 @@ def test_a_socket_is_bound_where_nothing_lives_alone(tmp_path):
     assert not path.exists()
     with pytest.raises(ConfigError, match="there is no folder"):
         Listener(str(tmp_path / "no folder" / "s"))
+    with pytest.raises(ConfigError, match="no file can be made in /proc: give a path in another"):
+        Listener("/proc/s")
 
 
 def test_a_socket_of_systemd_is_used_as_it_is(tmp_path):
