@@ -124,18 +124,23 @@ class Vfs:
         fd = self.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
         try:
             try:
-                rest, done = memoryview(data), 0
-                while done < len(data):
-                    moved = self.pwritev(fd, [rest[done : done + _PIECE_BYTES]], done)
-                    if moved <= 0:
-                        raise OSError(errno.EIO, "short write", temporary)
-                    done += moved
-            finally:
+                self._fill(fd, data)
+            except BaseException:
                 self.close_quietly(fd)
+                raise
+            self.close(fd)  # some mounts tell only now that they are full
             self.rename(temporary, path)
         except OSError:
             self.unlink_quietly(temporary)
             raise
+
+    def _fill(self, fd: int, data: bytes) -> None:
+        rest, done = memoryview(data), 0
+        while done < len(data):
+            moved = self.pwritev(fd, [rest[done : done + _PIECE_BYTES]], done)
+            if moved <= 0:
+                raise OSError(errno.EIO, "short write")
+            done += moved
 
     def sync(self, path: str) -> None:
         """Make a file, or the names in a folder, durable."""

@@ -13,13 +13,23 @@ import pytest
 from folder_parts import ON_DISK, SIZE, load, open_folder, path_of, store, stored_bytes, until
 
 from kvoffload.backends.base import ReadResult
+from kvoffload.backends.disk import manifest
+from kvoffload.backends.disk.paths import MANIFEST
 from kvoffload.backends.folder.mount import Mount
-from kvoffload.backends.folder.places import HOSTS, LEASE
-from kvoffload.backends.folder.records import LeaseRecord, Records
+from kvoffload.backends.folder.places import HOSTS, LEASE, STORE
+from kvoffload.backends.folder.records import HostRecord, LeaseRecord, Records, StoreRecord
 from kvoffload.testing.backends import filled, keys_of, slots, wrong_bytes
 from tests.support.other_version import OTHERS, resealed
 from tests.support.vfs import FailingVfs, StuckVfs, kind_of
 
+A_LEASE = LeaseRecord(
+    holder="token", host="h", capacity_bytes=1, resident_bytes=1, newcomer_bytes=1, counted={},
+    limits={},
+)  # fmt: skip
+A_HOST = HostRecord(
+    host="h", pid=1, capacity_bytes=1, stored_bytes=1, limit_bytes=1, largest_bytes=1,
+    out_of_space=0,
+)  # fmt: skip
 ERRORS = (errno.ESTALE, errno.EIO, errno.EDQUOT, errno.ENOSPC, errno.EACCES, errno.ENOTCONN)
 
 
@@ -70,6 +80,28 @@ async def test_a_store_that_the_mount_fails_leaves_nothing(tmp_path, call, error
     assert await store(backend, keys) == [True] * 3
     assert backend._housekeeper.room.stored_bytes == 3 * 65536  # what failed is counted no more
     await backend.close()
+
+
+@pytest.mark.parametrize("error", [errno.ENOSPC, errno.EDQUOT, errno.EIO], ids=errno.errorcode.get)
+@pytest.mark.parametrize("name", [STORE, LEASE, HOSTS, MANIFEST])
+async def test_a_record_that_the_mount_refuses_as_it_is_closed_is_not_published(
+    tmp_path, name, error
+):
+    """NFS and FUSE tell of a full disk so: the file may lack its last bytes."""
+    (tmp_path / HOSTS).mkdir()
+    vfs, root = FailingVfs(1, error, when=lambda call, path: call == "close"), str(tmp_path)
+    records = Records(vfs, root, "token")
+    write = {
+        STORE: lambda: records.mark(StoreRecord(store="new")),
+        LEASE: lambda: records.write_lease(A_LEASE),
+        HOSTS: lambda: records.host(A_HOST),
+        MANIFEST: lambda: manifest.write(vfs, root, "n", {}, lambda: f"{root}/.temporary"),
+    }[name]
+    with pytest.raises(OSError, match=os.strerror(error)):
+        write()
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
+    write()
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] != []
 
 
 @pytest.mark.parametrize("call", ["preadv", "pwritev"])
@@ -310,12 +342,8 @@ def test_a_record_that_is_replaced_while_it_is_read_is_read_again(tmp_path, call
     (tmp_path / HOSTS).mkdir()
     vfs = FailingVfs(1, error, when=lambda name, path: name == call and path.endswith(LEASE))
     records = Records(vfs, str(tmp_path), "token")
-    lease = LeaseRecord(
-        holder="token", host="h", capacity_bytes=1, resident_bytes=1, newcomer_bytes=1, counted={},
-        limits={},
-    )  # fmt: skip
-    records.write_lease(lease)
-    assert records.lease()[0] == lease
+    records.write_lease(A_LEASE)
+    assert records.lease()[0] == A_LEASE
 
 
 class NoMoreThreads:
