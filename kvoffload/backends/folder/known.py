@@ -66,10 +66,10 @@ class KnownChunks:
             with self._taking:
                 _put(self._due, key, None)
 
-    def take_due(self, limit: int) -> list[bytes]:
-        """Return chunks whose files are to be given the present time."""
+    def take_due(self) -> bytes | None:
+        """Return a chunk whose file is to be given the present time; None: there is none."""
         with self._taking:
-            return [self._due.popitem()[0] for _ in range(min(limit, len(self._due)))]
+            return self._due.popitem()[0] if self._due else None
 
     def pass_over(self, key: bytes) -> None:
         """Count a chunk as absent until it is stored: of another length, or of another version."""

@@ -32,8 +32,8 @@ _PAUSE_S, _LONG_PAUSE_S = 0.02, 0.2
 """The least time between two turns, of the process that evicts and of each other one."""
 _LOOK_S = 5.0
 """Time between two looks whether the root is still the same."""
-_TIMES_A_TURN = 256
-"""Files whose times are renewed in one turn."""
+_TIMES_S = 0.2
+"""How long one turn renews the times of files: a slow mount must not make it late."""
 _SAY_AGAIN_S = 600.0
 """Time between two lines of the log about a failure that lasts."""
 
@@ -269,7 +269,8 @@ class Housekeeper:
 
     def _renew_times(self) -> None:
         """Tell of uses by the files' times, as the server sets them."""
-        for key in self._known.take_due(_TIMES_A_TURN):
+        until_s = time.monotonic() + _TIMES_S
+        while time.monotonic() < until_s and (key := self._known.take_due()) is not None:
             try:
                 os.utime(self._path_of(key), follow_symlinks=False)
                 self._count("time_renewed")

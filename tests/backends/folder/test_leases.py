@@ -1,7 +1,9 @@
-"""A process that is stopped, or cannot read the lease: another one evicts, the capacity holds."""
+"""A process that is stopped, slow, or cannot read the lease: another one evicts if it must."""
 
 import asyncio
 import errno
+import os
+import time
 from collections import Counter
 
 import pytest
@@ -184,3 +186,30 @@ async def test_an_evictor_that_hung_in_its_turn_keeps_no_old_count(tmp_path, cal
     assert await until(lambda: (evicting.usage().resident_bytes or 0) >= stored_bytes(root))
     await one.close()
     await two.close()
+
+
+async def test_times_on_a_slow_mount_are_renewed_in_many_turns(tmp_path, monkeypatch):
+    """All in one turn took longer than a lease lasts, and longer than a record counts as alive."""
+    backend, keys, slept = open_folder(tmp_path / "share"), keys_of(40), [0.0]
+    keeper, real, touch = backend._housekeeper, time.monotonic, os.utime
+    assert await store_at_last(backend, keys)
+    keeper._turn = lambda: None  # the turns are this test's
+    paths = []
+
+    def slow(path, **how):
+        slept[0] += 0.15
+        paths.append(path)
+        touch(path, **how)
+
+    monkeypatch.setattr(os, "utime", slow)
+    monkeypatch.setattr(time, "monotonic", lambda: real() + slept[0])
+    for key in keys:
+        backend._known.forget(key)
+        backend._known.used(key, 3601.0)
+    for turn in range(1, 41):
+        began_s = slept[0]
+        keeper._renew_times()
+        assert slept[0] - began_s < 0.5
+        assert len(paths) >= min(turn, 40)
+    assert backend.counters()["time_renewed"] == len(set(paths)) == 40
+    await backend.close()
