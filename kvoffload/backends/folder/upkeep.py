@@ -206,8 +206,11 @@ class Housekeeper:
             if lease is None:
                 self._written = None  # it is gone, or damaged: it is written again
         elif is_free:
-            self._evictor.begin(lease, is_new=self._root.is_new and age_s is None)
-            self.is_evictor, self._written = True, None
+            # A lease as this process wrote it last: it was not read for a moment, and was not lost.
+            if lease is None or lease != self._written:
+                self._evictor.begin(lease, is_new=self._root.is_new and age_s is None)
+                self._written = None
+            self.is_evictor = True
 
     def _evict(self) -> None:
         if self._is_opening and self._evictor.resident_bytes is None:
@@ -265,7 +268,7 @@ class Housekeeper:
             self._count("another_store")
             self._known.clear()
             self.room.restart()
-            self.is_evictor, self._told = False, None
+            self.is_evictor, self._told, self._written = False, None, None
 
     def _renew_times(self) -> None:
         """Tell of uses by the files' times, as the server sets them."""

@@ -96,6 +96,24 @@ async def test_a_process_stores_on_while_the_lease_cannot_be_read_for_a_moment(
     await good.close()
 
 
+async def test_an_evictor_that_cannot_read_its_lease_once_makes_no_new_listing(tmp_path):
+    """No other process could take it meanwhile, so what it knows of the files is still true."""
+    vfs = FailingVfs(0, errno.EIO, when=lambda call, path: call == "open" and path.endswith(LEASE))
+    backend = open_folder(tmp_path / "share", vfs=vfs, capacity=CAPACITY)
+    assert await evictions(backend)
+    evictor, keeper = backend._housekeeper._evictor, backend._housekeeper
+    assert await until(lambda: evictor._scan is None and evictor._goal_bytes is None)
+    scans, files = evictor.scans, len(evictor._oldest)
+    assert files > 8
+    vfs.calls, vfs.nth = 0, 1
+    keeper.room._wake()
+    assert await until(lambda: vfs.calls > 2 and keeper.is_evictor)
+    assert backend.counters()["lease_unusable"] == 1
+    assert evictor.scans == scans
+    assert len(evictor._oldest) == files
+    await backend.close()
+
+
 async def test_a_failure_that_lasts_is_said_once_with_its_remedy(tmp_path, caplog):
     vfs = FailingVfs(0, errno.EIO, sticky=True, when=lambda call, path: f"{HOSTS}/" in path)
     backend = open_folder(tmp_path / "share", vfs=vfs)
