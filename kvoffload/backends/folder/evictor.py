@@ -21,6 +21,8 @@ DEAD_S, SURELY_S = 20.0, 3.0
 a pause of the server all records look old at first."""
 LEAST_FREE, FREED = 0.05, 0.10
 """Shares of the capacity: eviction begins below the first, and ends at the second."""
+_MOST_ASKED = 0.125
+"""Eviction begins below this share at the latest, if processes were refused what they asked for."""
 _NEWCOMER = 0.02
 """Share of the capacity that one process may store before it is counted, at most."""
 _OF_A_FULL_MOUNT = 0.03
@@ -66,9 +68,14 @@ class Evictor:
         """By token: up to which of its stored bytes each process may store."""
         self.newcomer_bytes = 0
         """What a process may store that is not counted yet."""
+        self.raised_s = -math.inf
+        """When a process last got a higher limit: it may soon wait for the next one."""
         self._out_of_space: dict[str, int] = {}
         self._alive: dict[str, HostRecord] = {}
         """The records of the last turn, without those of processes that have ended."""
+        self._asked: dict[str, int] = {}
+        """What each process wanted to store between two records, where it was refused part of it.
+        Each eviction forgets a quarter."""
         self._silent_s: dict[str, float] = {}
         """When the record of each silent process was first seen to be too old."""
         self.unsure_bytes = 0
@@ -116,8 +123,11 @@ class Evictor:
         # One share is for a process that has not told of itself yet.
         shares = len(self._alive) + 1
         largest = max((host.largest_bytes for host, _ in hosts.values()), default=0)
-        least = max(int(self._capacity_bytes * LEAST_FREE), shares * largest)
-        wanted = max(int(self._capacity_bytes * FREED), 2 * shares * largest)
+        asked = max(self._asked.values(), default=0)
+        asked = min(2 * asked * shares, int(self._capacity_bytes * _MOST_ASKED))
+        least = max(int(self._capacity_bytes * LEAST_FREE), shares * largest, asked)
+        freed = int(self._capacity_bytes * FREED)
+        wanted = max(freed, 2 * shares * largest, freed // 2 + asked)
         surplus = self._surplus(hosts, is_full=is_full)
         if self._free_bytes < least or surplus:
             if self._goal_bytes is None and self._oldest.tags is not None:
@@ -147,7 +157,7 @@ class Evictor:
         silent = {token for token, (_, age_s) in hosts.items() if age_s > DEAD_S}
         now_s = time.monotonic()
         self._silent_s = {token: self._silent_s.get(token, now_s) for token in silent}
-        self._alive, counted = {}, {}
+        before, self._alive, counted = self._alive, {}, {}
         for token, (host, age_s) in hosts.items():
             # What a process took back, because it could not be written, a scan finds free.
             known = self.counted.get(token, max(0, host.stored_bytes - self._of_newcomer))
@@ -155,6 +165,9 @@ class Evictor:
             resident += more
             self._unscanned_bytes += more
             counted[token] = host.stored_bytes
+            last = before.get(token, host)
+            if host.refused_bytes > last.refused_bytes:
+                self._asked[token] = host.asked_bytes - last.asked_bytes
             patience_s = SURELY_S if age_s < math.inf else DEAD_S
             is_dead = token in silent and now_s - self._silent_s[token] > patience_s
             if is_dead and not host.is_closed:
@@ -164,6 +177,7 @@ class Evictor:
             else:
                 self._alive[token] = host
         self.counted = counted
+        self._asked = {token: asked for token, asked in self._asked.items() if token in self._alive}
         return resident
 
     def _reserved(self, token: str, host: HostRecord) -> int:
@@ -189,6 +203,8 @@ class Evictor:
         for number, token in enumerate(short):
             more = min(share - reserved[token], free // (len(short) - number))
             free -= more
+            if more:
+                self.raised_s = time.monotonic()
             self.limits[token] = alive[token].stored_bytes + reserved[token] + more
         if short:  # those with more than a share give up the rest
             for token in (token for token, left in reserved.items() if left > share):
@@ -208,6 +224,7 @@ class Evictor:
         while self._goal_bytes is not None and time.monotonic() < until_s:
             if (self.resident_bytes or 0) <= self._goal_bytes:
                 self._goal_bytes = None
+                self._asked = {token: asked * 3 // 4 for token, asked in self._asked.items()}
             elif (file := self._oldest.take()) is not None:
                 self._remove(file)
             elif not self._advance(until_s, may_read=False) or not self._oldest:

@@ -31,6 +31,8 @@ class Room:
         self._until_s = 0.0
         self.largest_bytes = 0
         """Of one file."""
+        self.refused_bytes = 0
+        """Since the start: of chunks for which there was no room."""
         self.out_of_space = 0
         """How many stores the mount refused because it, or a quota of it, is full."""
 
@@ -43,6 +45,8 @@ class Room:
             has_room = has_room and time.monotonic() < self._until_s
             if has_room:
                 self.stored_bytes += size
+            else:
+                self.refused_bytes += size
             is_short = not has_room or self.stored_bytes > self._half_bytes
         if is_short:
             self._wake()

@@ -28,6 +28,8 @@ TURN_S = 1.0
 LEASE_S = 15.0
 """A lease that is older, by the server's clock, is free to take."""
 _RENEW_S = LEASE_S / 3
+_ASKED_S, _ASKED_FOR_S = 0.1, 1.0
+"""The same for the process that evicts, and for how long after it raised a limit."""
 _PAUSE_S, _LONG_PAUSE_S = 0.02, 0.2
 """The least time between two turns, of the process that evicts and of each other one."""
 _LOOK_S = 5.0
@@ -111,7 +113,8 @@ class Housekeeper:
 
     def _run(self) -> None:
         while not self._is_closing:
-            self._wake.wait(TURN_S)
+            is_asked = time.monotonic() - self._evictor.raised_s < _ASKED_FOR_S
+            self._wake.wait(_ASKED_S if self.is_evictor and is_asked else TURN_S)
             self._wake.clear()
             if not self._is_closing:
                 self._turn()
@@ -144,6 +147,7 @@ class Housekeeper:
             limit_bytes=room.limit_bytes,
             largest_bytes=room.largest_bytes,
             out_of_space=room.out_of_space,
+            refused_bytes=room.refused_bytes,
             is_closed=self._is_closing,
         )
         if record == self._told and began_s - self._told_s < _RENEW_S:

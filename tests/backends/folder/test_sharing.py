@@ -85,7 +85,7 @@ async def test_a_process_that_tells_late_has_its_room_reserved(mounts):
 async def test_the_least_recently_used_of_all_hosts_leave_first(mounts, monkeypatch):
     monkeypatch.setattr(upkeep, "TURN_S", 0.05)
     one, two = (open_folder(mount / "kv", capacity=64 * ON_DISK) for mount in mounts)
-    used, old = keys_of(8, "used"), keys_of(8, "old")
+    used, old = keys_of(8, "used"), keys_of(16, "old")
     assert await store_at_last(two, [*used, *old])
     for key in used:
         os.utime(path_of(mounts[0], key))

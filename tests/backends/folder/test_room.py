@@ -1,0 +1,65 @@
+"""How much of what several hosts want to store finds room in a small store."""
+
+import asyncio
+
+from folder_parts import ON_DISK, open_folder, store, stored_bytes, until
+
+from kvoffload.backends.folder import upkeep
+from kvoffload.testing.backends import keys_of
+
+
+def by_hand(backend):
+    """Leave the turns of a backend's background to the test; return what makes one."""
+    turn = backend._housekeeper._turn
+    backend._housekeeper._turn = lambda: None
+    return turn
+
+
+async def test_two_hosts_that_store_into_a_small_full_store_are_refused_few(tmp_path):
+    """Each wants 4 % of the capacity between two of its turns."""
+    root = tmp_path / "share"
+    hosts = [open_folder(root, capacity=256 * ON_DISK) for _ in range(2)]
+    turns = [by_hand(host) for host in hosts]
+    assert await until(lambda: hosts[0].usage().resident_bytes is not None)
+    stored = []
+    for cycle in range(80):
+        for number, host in enumerate(hosts):
+            stored.append(sum(await store(host, keys_of(10, f"{cycle}-{number}"))))
+        for turn in (*turns, *turns):
+            turn()
+        assert stored_bytes(root) <= 256 * ON_DISK
+    assert sum(stored[80:]) > 0.9 * 80 * 10
+    assert stored_bytes(root) > 0.75 * 256 * ON_DISK
+    await asyncio.gather(*(host.close() for host in hosts))
+
+
+async def test_after_a_flood_the_store_is_filled_as_before(tmp_path):
+    """What one process wanted once does not keep the folder emptier for ever."""
+    root, most = tmp_path / "share", []
+    one, two = (open_folder(root, capacity=256 * ON_DISK) for _ in range(2))
+    turns = [by_hand(one), by_hand(two)]
+    for cycle in range(120):
+        await store(two, keys_of(60 if cycle < 20 else 0, f"flood{cycle}"))
+        await store(one, keys_of(4, f"{cycle}"))
+        for turn in (*turns, *turns):
+            turn()
+        most.append(stored_bytes(root))
+    assert max(most[15:20]) < 0.92 * 256 * ON_DISK
+    assert 0.93 * 256 * ON_DISK < max(most[60:]) <= 256 * ON_DISK
+    await asyncio.gather(one.close(), two.close())
+
+
+async def test_an_idle_evictor_hears_soon_of_a_process_that_stores(tmp_path, monkeypatch):
+    monkeypatch.setattr(upkeep, "TURN_S", 3600.0)
+    one = open_folder(tmp_path / "share", capacity=256 * ON_DISK)
+    two = open_folder(tmp_path / "share", capacity=256 * ON_DISK)
+    assert one.usage().gauges["evictor"] == 1
+    stored = 0
+    for turn in range(600):
+        stored += sum(await store(two, keys_of(4, f"{turn}")))
+        await asyncio.sleep(0.01)
+        if stored > 200:
+            break
+    assert stored > 200
+    await one.close()
+    await two.close()
