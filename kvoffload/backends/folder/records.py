@@ -8,12 +8,12 @@ import contextlib
 import errno
 import itertools
 import os
-import time
 from typing import TypeVar
 
 import msgspec
 
 from kvoffload.backends.disk.vfs import Vfs
+from kvoffload.backends.folder import clock
 from kvoffload.backends.folder.places import HOSTS, LEASE, NEW, STORE, record_of
 
 VERSION = 1
@@ -90,7 +90,7 @@ class Records:
         self._root = root
         self._token = token
         self._numbers = itertools.count()
-        self._offset_ns: int | None = None
+        self._offset_s: float | None = None
 
     def store(self) -> StoreRecord | None:
         """Return the mark of the root; None: it is none, or its mark cannot be read."""
@@ -115,7 +115,7 @@ class Records:
             self._vfs.unlink_quietly(path)
 
     def _set_clock(self, path: str) -> None:
-        self._offset_ns = self._vfs.lstat(path).st_mtime_ns - time.monotonic_ns()
+        self._offset_s = self._vfs.lstat(path).st_mtime_ns / 1e9 - clock.now_s()
 
     def hosts(self) -> dict[str, tuple[HostRecord, float]]:
         """Return the records of all processes by token, with their ages in seconds."""
@@ -148,9 +148,9 @@ class Records:
 
     def age_s(self, mtime_ns: int) -> float:
         """Return how old a file's time is by the server's clock; 0 before a record was written."""
-        if self._offset_ns is None:
+        if self._offset_s is None:
             return 0.0
-        return (time.monotonic_ns() + self._offset_ns - mtime_ns) / 1e9
+        return clock.now_s() + self._offset_s - mtime_ns / 1e9
 
     def _read(
         self, name: str, kind: type[T], *, is_missing_ok: bool = True

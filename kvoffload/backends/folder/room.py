@@ -5,10 +5,10 @@ capacity holds although no two hosts share a lock or a counter.
 """
 
 import threading
-import time
 from collections.abc import Callable
 
 from kvoffload.backends.disk.chunk_file import bytes_on_disk
+from kvoffload.backends.folder import clock
 
 _OUT_OF_SPACE = ("io_ENOSPC", "io_EDQUOT")
 
@@ -42,7 +42,7 @@ class Room:
         with self._lock:
             self.largest_bytes = max(self.largest_bytes, size)
             has_room = self.stored_bytes + size <= self.limit_bytes
-            has_room = has_room and time.monotonic() < self._until_s
+            has_room = has_room and clock.now_s() < self._until_s
             if has_room:
                 self.stored_bytes += size
             else:
@@ -67,7 +67,7 @@ class Room:
         Afterwards other processes get it: a process that was stopped waits for a limit of now.
         """
         with self._lock:
-            if time.monotonic() > self._until_s:
+            if clock.now_s() > self._until_s:
                 self.limit_bytes = 0
             self._until_s = began_s + valid_s
 

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 
 from kvoffload.backends.disk.vfs import Vfs
+from kvoffload.backends.folder import clock
 from kvoffload.backends.folder.evictor import DEAD_S, Evictor
 from kvoffload.backends.folder.known import KnownChunks
 from kvoffload.backends.folder.places import LEASE
@@ -81,7 +82,7 @@ class Housekeeper:
         self._looked_s = time.monotonic()
         self._told: HostRecord | None = None
         self._told_s = 0.0
-        self._read_s = time.monotonic()
+        self._read_s = clock.now_s()
         """When the lease was last known."""
         self._written: LeaseRecord | None = None
         self._written_s = 0.0
@@ -138,7 +139,7 @@ class Housekeeper:
 
     def _tell(self) -> None:
         """Write this process's record if it changed, or if it gets old."""
-        room, began_s = self.room, time.monotonic()
+        room, began_s = self.room, clock.now_s()
         record = HostRecord(
             host=socket.gethostname(),
             pid=os.getpid(),
@@ -181,7 +182,7 @@ class Housekeeper:
 
     def _use_lease(self) -> None:
         """Find out from the lease whether it is this process's turn, and what it may store."""
-        began_s = time.monotonic()
+        began_s = clock.now_s()
         try:
             lease, age_s = self._records.lease()
         except OSError as error:
@@ -236,7 +237,7 @@ class Housekeeper:
     @property
     def _is_late(self) -> bool:
         """Whether a call hung for so long that another process may evict by now."""
-        return time.monotonic() - self._read_s > LEASE_S
+        return clock.now_s() - self._read_s > LEASE_S
 
     def _publish(self, holder: str) -> None:
         """Write the lease if it changed, or if it gets old."""
@@ -250,7 +251,7 @@ class Housekeeper:
             counted=dict(self._evictor.counted),
             limits=dict(self._evictor.limits),
         )
-        if lease == self._written and time.monotonic() - self._written_s < _RENEW_S:
+        if lease == self._written and clock.now_s() - self._written_s < _RENEW_S:
             return
         try:
             self._records.write_lease(lease)
@@ -259,7 +260,7 @@ class Housekeeper:
                 raise
             self._is_full = True
         else:
-            self._written, self._written_s = lease, time.monotonic()
+            self._written, self._written_s = lease, clock.now_s()
 
     # ---- the rest --------------------------------------------------------------------------
 

@@ -7,7 +7,15 @@ import time
 from collections import Counter
 
 import pytest
-from folder_parts import ON_DISK, open_folder, store, store_at_last, stored_bytes, until
+from folder_parts import (
+    ON_DISK,
+    open_folder,
+    path_of,
+    store,
+    store_at_last,
+    stored_bytes,
+    until,
+)
 
 from kvoffload.backends.folder import evictor, upkeep
 from kvoffload.backends.folder.places import HOSTS, LEASE, record_of
@@ -230,4 +238,22 @@ async def test_times_on_a_slow_mount_are_renewed_in_many_turns(tmp_path, monkeyp
         assert slept[0] - began_s < 0.5
         assert len(paths) >= min(turn, 40)
     assert backend.counters()["time_renewed"] == len(set(paths)) == 40
+    await backend.close()
+
+
+async def test_a_host_that_slept_stores_nothing_of_what_was_given_away(tmp_path, monkeypatch):
+    """While it sleeps the monotonic clock stands still, and others take its room and its lease."""
+    backend, real = open_folder(tmp_path / "share"), time.clock_gettime
+    keeper = backend._housekeeper
+    assert await store_at_last(backend, keys_of(2))
+    keeper._turn = lambda: None  # of the moment in which it wakes
+    written_ns = path_of(tmp_path, keys_of(1)[0]).stat().st_mtime_ns
+    slept_s = {time.CLOCK_BOOTTIME: 60.0}
+    monkeypatch.setattr(time, "clock_gettime", lambda kind: real(kind) + slept_s.get(kind, 0.0))
+    assert await store(backend, keys_of(2, "late")) == [False] * 2
+    assert backend.counters()["refused_full"] == 2
+    assert keeper._is_late  # so it publishes no count of before
+    assert 59 < backend._records.age_s(written_ns) < 90
+    del keeper._turn
+    assert await store_at_last(backend, keys_of(2, "again"))
     await backend.close()
