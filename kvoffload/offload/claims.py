@@ -4,7 +4,7 @@ A chunk under a claim is out of the eviction order. Claims take at most a share 
 While requests of several tenants wait, one tenant's claims take at most half of the share.
 """
 
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, islice
@@ -16,6 +16,9 @@ from kvoffload.metrics.names import QUEUE_CHUNKS
 from kvoffload.metrics.samples import Registry
 from kvoffload.offload.base import ReqContext
 from kvoffload.offload.host_cache import HostCache
+
+COMPARED, COMPARED_REQUESTS = 2048, 32
+"""Claims, and requests with claims, that one call compares with the chunks that are gone."""
 
 
 @dataclass(eq=False, slots=True)
@@ -107,6 +110,11 @@ class Claims:
         """Requests in the queue with claims, the first of the queue first."""
         self.leaving: dict[QueuedRequest, None] = {}
         """Requests that have left the queue, and whose claims end little by little."""
+        self.gone: set[OffloadKey] = set()
+        """Claimed chunks that are gone, and have not come again: claims on them, and on those
+        behind them, end little by little."""
+        self._compared: QueuedRequest | None = None
+        """The last request whose claims were compared with them."""
         self._more: dict[OffloadKey, int] = {}
         """How many requests beyond the first have a claim on a chunk."""
         self.served: QueuedRequest | None = None
@@ -182,13 +190,15 @@ class Claims:
         while left and request.num_kept < request.num_keys:
             first = request.num_kept
             part = request.keys[first : min(first + left, request.num_keys)]
+            if self.gone:
+                part = part[: _leading_not(self.gone, part)]
             if taken := _leading(host.claims, part):
                 for key in part[:taken]:
                     self._more[key] = self._more.get(key, 0) + 1
                 self._keeps(request, taken)
             else:
                 taken = self._num_idle(part)
-                if not taken and (host.is_ready(part[0]) or host.is_coming(part[0])):
+                if not taken and part and (host.is_ready(part[0]) or host.is_coming(part[0])):
                     taken = 1  # it is in flight
                 if not (taken := self.fitting(request, part[:taken])):
                     break
@@ -218,9 +228,7 @@ class Claims:
         request.num_kept += num_chunks
         insert(self._claimants, request)
 
-    def end(
-        self, request: QueuedRequest, num_chunks: int, gone: Collection[OffloadKey] = ()
-    ) -> int:
+    def end(self, request: QueuedRequest, num_chunks: int) -> int:
         """End the last claims of a request; return how many chunks have no claim any more."""
         host, more = self._host, self._more
         keys = request.keys[request.num_kept - num_chunks : request.num_kept][::-1]
@@ -236,6 +244,8 @@ class Claims:
                 else:
                     last.append(key)
             keys = last
+        gone = self.gone.intersection(keys) if self.gone else ()
+        self.gone.difference_update(gone)
         claimants: list[Tenant] = host.end_claims(keys, gone)
         if claimants.count(request.tenant) == len(keys):
             num_bytes = host.bytes_of_all(keys)
@@ -299,21 +309,48 @@ class Claims:
             self.too_large = None
         return left
 
-    def lost(self, keys: Collection[OffloadKey]) -> list[QueuedRequest]:
-        """Take in that chunks are gone, or will not come; return requests that claimed one.
+    # ---- chunks that are gone ----
 
-        Those that have left are not returned.
+    def lost(self, keys: Collection[OffloadKey]) -> None:
+        """Note chunks that are gone, or will not come: :meth:`end_lost` ends the claims on them."""
+        self.gone.update(filter(self._host.claims.__contains__, keys))
+
+    def came(self, keys: Collection[OffloadKey]) -> None:
+        """Note chunks that host memory has now: claims on them that have not ended are good."""
+        self.gone.difference_update(keys)
+
+    def has_lost(self, request: QueuedRequest) -> bool:
+        """Whether a request has a claim on a chunk that is gone."""
+        kept = islice(request.keys, request.num_kept)
+        return bool(self.gone) and not self.gone.isdisjoint(kept)
+
+    def end_lost(self, left: int) -> tuple[list[QueuedRequest], int]:
+        """End claims on chunks that are gone, and on those behind them, request by request.
+
+        Args:
+            left: how many chunks may be looked at.
+
+        Returns:
+            Requests that have lost claims, and how many chunks may be looked at yet.
         """
-        if not keys or not (gone := self._host.claims.keys() & set(keys)):
-            return []
-        losers = []
-        for request in [*self._claimants, *self.leaving]:
-            if not gone.isdisjoint(islice(request.keys, request.num_kept)):
-                at = next(i for i, key in enumerate(request.keys) if key in gone)
-                self.end(request, request.num_kept - at, gone)
-                if request not in self.leaving:
-                    losers.append(request)
-        return losers
+        losers: list[QueuedRequest] = []
+        requests, num_compared = self._claimants, 0
+        for _ in range(COMPARED_REQUESTS):
+            if not (self.gone and requests and left > 0 and num_compared < COMPARED):
+                break
+            at = bisect_right(requests, self._compared) if self._compared is not None else 0
+            request = requests[at] if at < len(requests) else requests[0]
+            num_compared += request.num_kept
+            if self.has_lost(request):
+                num_good = _leading_not(self.gone, request.keys)
+                num_ended = min(left, request.num_kept - num_good)
+                self.end(request, num_ended)
+                left -= num_ended
+                losers.append(request)
+                if request.num_kept > num_good:
+                    break
+            self._compared = request
+        return losers, left
 
     def forget(self, requests: Iterable[QueuedRequest]) -> None:
         """Begin again with these requests: host memory has forgotten all claims."""
@@ -323,6 +360,7 @@ class Claims:
             tenant.held_bytes, tenant.full = 0, []
         self._more.clear()
         self._claimants.clear()
+        self.gone.clear()
         self.held_bytes, self._limit_bytes = 0, self.share_bytes
         self.too_large = None
 
@@ -339,8 +377,12 @@ class Claims:
         for broken, what in (
             (uses.keys() != host.claims.keys(), "queued requests claim what is kept"),
             (
-                not all(host.is_ready(key) or host.is_coming(key) for key in uses),
-                "claimed chunks are in host memory, or on their way to it",
+                not all(host.is_ready(key) or host.is_coming(key) for key in {*uses} - self.gone),
+                "claimed chunks are in host memory, on their way to it, or noted as gone",
+            ),
+            (
+                not uses.keys() >= self.gone or any(map(host.is_ready, self.gone)),
+                "chunks that are gone have claims, and are not in host memory",
             ),
             (
                 {key: n - 1 for key, n in uses.items() if n > 1} != self._more,
@@ -364,3 +406,8 @@ class Claims:
 def _leading(place: Collection[OffloadKey], keys: Sequence[OffloadKey]) -> int:
     """Count the leading keys that are in a place."""
     return indexOf(chain(map(place.__contains__, keys), (False,)), False)
+
+
+def _leading_not(place: Collection[OffloadKey], keys: Sequence[OffloadKey]) -> int:
+    """Count the leading keys that are not in a place."""
+    return indexOf(chain(map(place.__contains__, keys), (True,)), True)

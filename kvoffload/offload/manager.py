@@ -255,13 +255,12 @@ class TieredOffloadingManager(OffloadingManager):
         """End a load or read chunk by chunk; return the chunks that arrived from tiers."""
         ended = self._staging.end_load(job, ok, settled)
         failed = [*ended.lost, *ended.missed]
+        self.waiting.stored(ended.arrived)
         if failed and not job.reset:  # or they are other chunks of these names
             self._events.reasons.note(failed, reason or Reason.FAILED)
             self._events.removed(ended.lost, Reason.FAILED)
             self.waiting.lost(failed)
         self._events.stored(ended.arrived)
-        if self.waiting.requests:
-            self.waiting.stored(ended.arrived)
         if self._promote and ended.fetched and len(self.tiers) > 1:
             self._write_through.promote(ended.fetched, self._tiers_for(tiers))
         self._write_through.begin()
@@ -328,16 +327,16 @@ class TieredOffloadingManager(OffloadingManager):
 
     def _store_ended(self, job: StoreJob, ok: Sequence[bool], settled: bool) -> None:
         stored: Sequence[OffloadKey] = job.held
+        failed: Sequence[OffloadKey] = ()
         if not (all(ok) and self._host.all_ready(stored[::-1])):
             stored, failed = self._staging.end_store(stored, ok, settled)
             self._not_stored[HOST, "failed"] += len(failed)
             self._events.reasons.note(failed, Reason.FAILED)
-            self.waiting.lost(failed)
+        self.waiting.stored(stored)
+        self.waiting.lost(failed)
         if stored:
             if self._caching:
                 self._events.stored(stored)
-                if self.waiting.requests:
-                    self.waiting.stored(stored)
             for tier in self._tiers_for(job.tiers):
                 self._write_through.offer(tier, stored)
             if not self._caching:

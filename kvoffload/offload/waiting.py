@@ -176,6 +176,7 @@ class WaitingQueue:
 
     def stored(self, keys: Sequence[OffloadKey]) -> None:
         """Look again at requests that need one of these chunks, which host memory has now."""
+        self.claims.came(keys)
         lacking = self._lacking
         if not lacking or lacking.keys().isdisjoint(keys):
             return
@@ -207,10 +208,21 @@ class WaitingQueue:
             self._counts["read_in_vain"] += len(keys)
 
     def lost(self, keys: Collection[OffloadKey]) -> None:
-        """Take in that chunks are gone, or will not come: requests that claim one look again."""
-        for request in self.claims.lost(keys):
-            self._note_lack(request, None)
-            self._look_at(request)
+        """Take in that chunks are gone, or will not come: requests that claim one look again.
+
+        Of many requests, this call ends the claims of some, and each :meth:`serve` of some more.
+        """
+        self.claims.lost(keys)
+        self._end_lost(PORTION)
+
+    def _end_lost(self, left: int) -> int:
+        """End claims on chunks that are gone; return how many chunks may be looked at yet."""
+        if self.claims.gone:
+            losers, left = self.claims.end_lost(left)
+            for request in losers:
+                self._note_lack(request, None)
+                self._look_at(request)
+        return left
 
     def serve(self) -> None:
         """Go on with claims; call it once a step."""
@@ -220,7 +232,7 @@ class WaitingQueue:
         if self._lacking:
             self._look_at_lacking()
         claims = self.claims
-        left = self._end_claims(PORTION)
+        left = self._end_lost(self._end_claims(PORTION))
         if not self._unfinished and claims.too_large is None:
             return
         left = claims.shrink(left)
@@ -228,6 +240,8 @@ class WaitingQueue:
             if not left or not claims.have_room(request):
                 return
             self._looked_at = request
+            if claims.has_lost(request):
+                continue  # until its claims on what is gone have ended, or it has come again
             if not claims.tenant_has_room(request):
                 drop(self._unfinished, request)
                 request.tenant.full.append(request)

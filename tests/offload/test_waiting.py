@@ -9,7 +9,7 @@ from manager_parts import Store, figures, keys
 
 from kvoffload import registry
 from kvoffload.errors import UsageError
-from kvoffload.offload import needed_chunks, waiting
+from kvoffload.offload import claims, needed_chunks, waiting
 from kvoffload.offload.base import ReqContext, tenant_id
 from kvoffload.offload.claims import QueuedRequest
 from kvoffload.offload.host_cache import HostCache
@@ -264,6 +264,10 @@ def test_what_a_running_request_still_keeps_ends_with_it(end):
         manager.retire(a, context)
     manager.check()
     manager.complete(job, [end != "lost"] * 1000, True, "corrupt")
+    for _ in range(3 if end == "lost" else 0):  # a call ends a portion of them
+        manager.check()
+        assert not any(map(manager._host.is_ready, manager._host.claims))
+        manager.serve_queue()
     assert not manager._host.claims
     manager.check()
     manager.serve_queue()
@@ -295,6 +299,56 @@ def test_requests_that_wait_through_a_reset_keep_what_is_stored_after_it():
     assert [kept(manager, chunks) for chunks in (first, absent, late)] == [12, 12, 12]
     for name in ("first", "second", "absent", "late"):
         manager.retire([], ReqContext(name))
+    assert not manager._host.claims
+    manager.check()
+
+
+class Chunks(list):
+    """Counts the chunks that are looked at by a pass over them, or by their place."""
+
+    seen = 0
+
+    def __iter__(self):
+        for key in super().__iter__():
+            Chunks.seen += 1
+            yield key
+
+    def __getitem__(self, at):
+        found = super().__getitem__(at)
+        Chunks.seen += len(found) if isinstance(at, slice) else 1
+        return found
+
+
+@pytest.mark.parametrize("comes_again", [False, True])
+@pytest.mark.parametrize("length", [40, 400])
+def test_a_chunk_that_many_requests_keep_fails_without_a_look_at_all_of_them(length, comes_again):
+    manager = new_manager(slots=2000)
+    shared = Chunks(keys("shared", length))
+    put(manager, shared)
+    for i in range(300):
+        manager.request_queued(lambda: shared, ReqContext(f"{i}"))
+    while manager.waiting._unfinished or manager.waiting._newcomers:
+        manager.serve_queue()
+    load = manager.begin_load(list(shared), ReqContext("running"))
+
+    def looks(call, *arguments):
+        Chunks.seen = 0
+        call(*arguments)
+        return Chunks.seen
+
+    most = 4 * claims.COMPARED
+    assert looks(manager.complete, load, [i != 1 for i in range(length)], True, "corrupt") < most
+    if comes_again:
+        assert looks(put, manager, [*shared][1:2]) < most
+    manager.check()
+    num_kept = {length if comes_again else 1}
+    for _ in range(3000):
+        assert looks(manager.serve_queue) < most
+        if {each.num_kept for each in manager.waiting.requests.values()} == num_kept:
+            break
+    assert {each.num_kept for each in manager.waiting.requests.values()} == num_kept
+    for i in range(300):
+        manager.retire([], ReqContext(f"{i}"))
     assert not manager._host.claims
     manager.check()
 
