@@ -100,7 +100,8 @@ class EarlyReads:
         if not request.has_waited:
             request.has_waited = True  # or each request would, in an engine without a queue
             return True
-        tiers = self._tiers_of(request.context)
+        # What another tier has as well does not wait for one that hangs.
+        tiers = tuple(sorted(self._tiers_of(request.context), key=self._promises.hangs))
         while self._begin_one(request, tiers):
             if request.num_kept == request.num_keys:
                 return False

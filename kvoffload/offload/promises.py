@@ -112,7 +112,7 @@ class _TierLoads:
     flying_bytes: int = 0
     """Host memory that loads and early reads in flight keep."""
     late_bytes: int = 0
-    """Host memory that answered loads keep, because a late read may still write to it."""
+    """Host memory that answered loads and early reads keep: a late read may still write to it."""
 
     def wait_s(self, now_s: float) -> float:
         """Return how long a further load waits for those in flight."""
@@ -257,6 +257,10 @@ class Promises:
         if (loads := self._loads.get(tier)) is None:
             return True
         return not loads.in_flight and loads.flying_bytes + loads.late_bytes < self.share_bytes
+
+    def hangs(self, tier: Tier) -> bool:
+        """Whether reads of a tier go on that were given up at their deadline."""
+        return (loads := self._loads.get(tier.name)) is not None and loads.late_bytes > 0
 
     def read_s(self, tier: str, num_bytes: int) -> float | None:
         """Return how long reading so many bytes takes by the last loads; None if unknown."""

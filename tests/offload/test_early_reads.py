@@ -223,6 +223,36 @@ def test_a_tier_that_hangs_keeps_its_budget_and_no_more():
     assert len(step(manager)) == 2
 
 
+@pytest.mark.parametrize("late", ["early reads", "loads"])
+def test_what_a_tier_that_hangs_has_is_read_from_the_next_tier(late):
+    a, loaded = keys("a", 20), keys("loaded", 16)
+    near, far = Store([*a, *loaded]), Store(a)
+    manager = new_manager(64, [near, far], waiting_share=0.9, max_persisting_slots=0)
+    if late == "loads":
+        hung = [manager.begin_load(loaded, ReqContext("running"))]
+    else:
+        hung = early_in_flight(manager, a)
+    assert {*near.held} == {*a, *loaded}
+    for job in hung:
+        manager.complete(job, [False] * len(job.keys), False, "deadline")
+    queue(manager, "waits", a)
+    read = []
+    for _ in range(12):
+        for job in step(manager):
+            assert job.tier == "tier1"
+            end(manager, job)
+            read += job.keys
+    assert read == a
+    for job in hung:
+        manager.release_slots(job.unsettled_slots([False] * len(job.keys)), job.id)
+    more = keys("more", 4)
+    near.held.update(more)
+    far.held.update(more)
+    queue(manager, "then", more)
+    step(manager)
+    assert [job.tier for job in step(manager)] == ["tier0"]
+
+
 def test_a_tier_whose_late_loads_keep_all_that_it_may_reads_nothing_early():
     loaded, waits = keys("loaded", 40), keys("waits", 20)
     manager = waiting_manager(Store([*loaded, *waits]))
