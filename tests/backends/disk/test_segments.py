@@ -20,7 +20,7 @@ from disk_parts import (
 
 from kvoffload.backends.admin import Check, Garbage
 from kvoffload.backends.base import ReadResult
-from kvoffload.backends.disk import admin, segments
+from kvoffload.backends.disk import admin
 from kvoffload.backends.disk.index import name_of
 from kvoffload.backends.disk.inspector import DiskInspector
 from kvoffload.backends.disk.paths import QUARANTINE
@@ -175,13 +175,6 @@ async def test_a_restart_reads_and_counts_slots_without_numpy(tmp_path, monkeypa
     assert await check(backend, keys) == [True] * 3
     assert [each.chunks for each in backend._store.segments.held()] == [3]
     await backend.close()
-
-
-@pytest.mark.parametrize("many", [0, 10])
-def test_few_chunks_and_many_are_sorted_by_last_use_and_then_as_they_came(monkeypatch, many):
-    monkeypatch.setattr(segments, "_MANY", many)
-    found = [(used_ns, name, SIZE) for used_ns, name in zip((5, 2, 5, 1), "abcd", strict=True)]
-    assert [name for _, name, _ in segments._oldest_first(found)] == list("dbac")
 
 
 async def test_the_slots_of_another_process_are_freed_and_used_again(tmp_path):
