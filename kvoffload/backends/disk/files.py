@@ -6,9 +6,16 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from kvoffload.backends.disk.chunk_file import ChunkFiles, can_become
-from kvoffload.backends.disk.chunk_forms import Seen
 from kvoffload.backends.disk.index import Name
 from kvoffload.backends.disk.vfs import Vfs
+
+
+class Seen(NamedTuple):
+    """What a reader found in place of a chunk."""
+
+    identity: int
+    """Differs from that of whatever later takes the place."""
+    allocated_bytes: int
 
 
 class FileDraft(NamedTuple):
@@ -17,8 +24,10 @@ class FileDraft(NamedTuple):
     form: "Files"
     path: str
     overwrites: bool
+    """Whether an evicted chunk is overwritten."""
 
     def write(self, key: bytes, chunk: memoryview, tenant: bytes = b"") -> tuple[str | None, int]:
+        """Write header and chunk; return why that failed, or None, and the allocated bytes."""
         digest, overwrite = self.form.digest, self.overwrites
         reason, facts = self.form.chunks.write(
             self.path, key, digest, chunk, overwrite=overwrite, tenant=tenant
@@ -26,6 +35,7 @@ class FileDraft(NamedTuple):
         return reason, 0 if facts is None else facts.st_blocks * 512
 
     def publish(self, name: Name) -> int:
+        """Let readers see the chunk; return the bytes of the chunk that it replaced."""
         form, path = self.form, self.form.path_of(name)
         if replaced := form.allocated_bytes(name):
             try:
@@ -41,15 +51,20 @@ class FileDraft(NamedTuple):
         return replaced
 
     def retract(self, name: Name) -> None:
+        """Hide a published chunk again."""
         self.form.vfs.rename(self.form.path_of(name), self.path)
 
     def drop(self) -> bool:
+        """Free the place of a chunk that is not published; raises nothing.
+
+        Returns False if it stays for now: the form releases its bytes later.
+        """
         self.form.vfs.unlink_quietly(self.path)
         return True
 
 
 class Files:
-    """Chunks as files, found by their names; see ``chunk_forms``."""
+    """Chunks as files, found by their names."""
 
     def __init__(
         self,
@@ -67,13 +82,22 @@ class Files:
         self._temporary = temporary
 
     def read(self, name: Name, key: bytes, target: memoryview) -> tuple[str | None, Seen | None]:
+        """Fill ``target`` with a chunk of the own namespace; return a counter's reason, or None.
+
+        Raises nothing. After damage it tells what was seen.
+        """
         reason, facts = self.chunks.read(self.path_of(name), key, self.digest, target)
         return reason, facts and Seen(facts.st_ino, facts.st_blocks * 512)
 
     def drafts(self, chunk_bytes: int, count: int) -> list[FileDraft]:
+        """Return new places for so many chunks of this length."""
         return [FileDraft(self, self._temporary(), overwrites=False) for _ in range(count)]
 
     def take_over_all(self, names: Sequence[Name], chunk_bytes: int) -> dict[Name, FileDraft]:
+        """Hide chunks whose places suit those of this length, and return the places.
+
+        Raises nothing. The rest is as before.
+        """
         taken = dict[Name, FileDraft]()
         for name in names:
             path = self.path_of(name)
@@ -85,31 +109,38 @@ class Files:
         return taken
 
     def used_ns(self, name: Name) -> int:
+        """Return when any process used a chunk last; FileNotFoundError: it is gone."""
         return self.vfs.lstat(self.path_of(name)).st_atime_ns
 
     def record_uses(self, uses: Mapping[Name, int]) -> None:
+        """Tell other processes, and the next start, of uses of chunks that are there."""
         for name, used_ns in uses.items():
             path = self.path_of(name)
             with contextlib.suppress(OSError):
                 self.vfs.utime(path, used_ns, self.vfs.lstat(path).st_mtime_ns)
 
     def allocated_bytes(self, name: Name) -> int:
+        """Return the bytes that a chunk takes up; 0: it is gone."""
         try:
             return self.vfs.lstat(self.path_of(name)).st_blocks * 512
         except FileNotFoundError:
             return 0
 
     def is_still(self, name: Name, seen: Seen) -> bool:
+        """Return whether a chunk still is what a reader saw; FileNotFoundError: it is gone."""
         return self.vfs.lstat(self.path_of(name)).st_ino == seen.identity
 
     def sync(self, name: Name, *, is_new: bool) -> None:
+        """Make a chunk durable; ``is_new``: its own writer calls."""
         path = self.path_of(name)
         if not is_new:
             self.vfs.sync(path)
         self.vfs.sync(os.path.dirname(path))
 
     def remove(self, name: Name) -> None:
+        """Remove a chunk; FileNotFoundError: it is gone."""
         self.vfs.unlink(self.path_of(name))
 
     def set_aside(self, name: Name, path: str) -> None:
+        """Move a damaged chunk into a file of its own; FileNotFoundError: it is gone."""
         self.vfs.rename(self.path_of(name), path)

@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from kvoffload.backends.disk.chunk_file import MOST_IN_RUN, PAGE, ChunkFiles, bytes_on_disk
-from kvoffload.backends.disk.chunk_forms import Seen
 from kvoffload.backends.disk.chunk_slot import ChunkSlots
+from kvoffload.backends.disk.files import Seen
 from kvoffload.backends.disk.index import Name
 from kvoffload.backends.disk.segment import MOST_KEY_BYTES, key_in, pack_entry
 from kvoffload.backends.disk.segments import Segments
@@ -75,7 +75,7 @@ def runs_of(drafts: Sequence[SlotDraft]) -> list[range]:
 
 
 class Slots:
-    """Chunks in slots; see ``chunk_forms``. Thread-safe."""
+    """Chunks in slots; most methods are those of ``Files``. Thread-safe."""
 
     def __init__(
         self,

@@ -25,10 +25,10 @@ from kvoffload.backends.disk.chunk_file import (
     choose_io,
     reason_of,
 )
-from kvoffload.backends.disk.chunk_forms import Draft, Form, Seen
+from kvoffload.backends.disk.chunk_forms import Draft, Form
 from kvoffload.backends.disk.chunk_slot import probe_holes
 from kvoffload.backends.disk.expiry import UseTimes
-from kvoffload.backends.disk.files import Files
+from kvoffload.backends.disk.files import Files, Seen
 from kvoffload.backends.disk.index import Index, Name, name_of, split_name
 from kvoffload.backends.disk.options import DiskOptions
 from kvoffload.backends.disk.quarantine import Quarantine
