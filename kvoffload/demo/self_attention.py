@@ -5,7 +5,7 @@ A subclass may mix tokens in another way, because the engine uses only the metho
 """
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -16,29 +16,19 @@ from kvoffload.core.interface import KVCacheSpec
 from kvoffload.core.layers import AttentionLayer
 from kvoffload.core.sdpa import SdpaPagedBackend
 
+if TYPE_CHECKING:
+    from kvoffload.demo.engine_config import ModelConfig
+
 Take = Callable[..., Tensor]
 """Returns the weights of these names, joined to one tensor."""
 Attend = Callable[..., Tensor]
 """Takes this step's rows of what a layer keeps and asks; gives a row for each. No padding rows."""
 
 
-class Sizes(Protocol):
-    """What a layer reads of the model's configuration."""
-
-    @property
-    def hidden_size(self) -> int: ...
-    @property
-    def num_heads(self) -> int: ...
-    @property
-    def num_kv_heads(self) -> int: ...
-    @property
-    def head_size(self) -> int: ...
-
-
 class SelfAttention:
     """Grouped queries with rotary positions, as in Llama."""
 
-    def __init__(self, config: Sizes, prefix: str, take: Take) -> None:
+    def __init__(self, config: "ModelConfig", prefix: str, take: Take) -> None:
         self._heads, self._kv_heads = config.num_heads, config.num_kv_heads
         self._size = config.head_size
         self._qkv = take(*(f"{prefix}{part}_proj.weight" for part in "qkv"))
@@ -54,24 +44,26 @@ class SelfAttention:
         return mixed.view(rows, -1)
 
     @staticmethod
-    def output_size(config: Sizes) -> int:
+    def output_size(config: "ModelConfig") -> int:
         """Columns of what a call returns."""
         return config.num_heads * config.head_size
 
     @staticmethod
-    def weight_shapes(config: Sizes) -> dict[str, tuple[int, ...]]:
+    def weight_shapes(config: "ModelConfig") -> dict[str, tuple[int, ...]]:
         """Name the weights as Hugging Face does, those of the output projection not included."""
         query, kv = config.num_heads * config.head_size, config.num_kv_heads * config.head_size
         parts = (("q", query), ("k", kv), ("v", kv))
         return {f"{part}_proj.weight": (rows, config.hidden_size) for part, rows in parts}
 
     @staticmethod
-    def kept(config: Sizes, block_size: int, dtype: torch.dtype) -> AttentionLayer | KVCacheSpec:
+    def kept(
+        config: "ModelConfig", block_size: int, dtype: torch.dtype
+    ) -> AttentionLayer | KVCacheSpec:
         """Describe what the layer keeps in the KV cache, for planning."""
         return AttentionLayer(config.num_kv_heads, config.head_size)
 
     @staticmethod
-    def backend(config: Sizes, spec: KVCacheSpec) -> AttentionBackend:
+    def backend(config: "ModelConfig", spec: KVCacheSpec) -> AttentionBackend:
         """Return what reads and writes the layer's KV cache of this format."""
         return SdpaPagedBackend()
 

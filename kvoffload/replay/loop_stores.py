@@ -4,7 +4,6 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import inf
-from typing import Protocol
 
 from kvoffload.config import RETURN_HINTS, WAITING_SHARE
 from kvoffload.messages import OffloadKey
@@ -30,22 +29,6 @@ class Asked:
     pause_s: float
     """Time from the first token to that request; infinite if there is none."""
     arrived_s: float = 0.0
-
-
-class Store(Protocol):
-    """Host memory in a closed loop."""
-
-    def arrived(self, asked: Asked) -> None:
-        """Note a request that waits from now on."""
-        ...
-
-    def serve(self, asked: Asked) -> int:
-        """Load and store for a request whose turn it is; return the chunks loaded."""
-        ...
-
-    def ended(self, asked: Asked) -> None:
-        """Note that a request has its first token."""
-        ...
 
 
 class ManagerStore:
@@ -79,6 +62,7 @@ class ManagerStore:
         return ReqContext(asked.session, {PARAM: hints} if hints else None)
 
     def arrived(self, asked: Asked) -> None:
+        """Note a request that waits from now on."""
         self._manager.request_queued(lambda: asked.keys, ReqContext(asked.session))
         self._take_steps()
 
@@ -87,6 +71,7 @@ class ManagerStore:
             self._manager.serve_queue()
 
     def serve(self, asked: Asked) -> int:
+        """Load and store for a request whose turn it is; return the chunks loaded."""
         manager, keys, context = self._manager, list(asked.keys), self._context(asked)
         manager.touch(keys, context)
         found = manager.lookup_prefix(keys, context)[0]
@@ -102,6 +87,7 @@ class ManagerStore:
         return found
 
     def ended(self, asked: Asked) -> None:
+        """Note that a request has its first token."""
         self._manager.retire(list(asked.keys), self._context(asked))
         self._take_steps()
 
@@ -154,6 +140,10 @@ class Oracle:
                     excess -= 1
             if excess <= 0:
                 return
+
+
+Store = ManagerStore | Oracle
+"""Host memory in a closed loop."""
 
 
 def chunks_of(keys: Keys) -> list[OffloadKey]:

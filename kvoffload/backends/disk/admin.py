@@ -48,24 +48,23 @@ class DiskAdmin:
     async def close(self) -> None:
         """Do nothing: each call opens the root by itself."""
 
-    async def _inspect(self, work: Callable[[DiskInspector], T]) -> T:
-        return await run_once(self._work, work)
-
     def _work(self, work: Callable[[DiskInspector], T]) -> T:
         with inspected(self._root) as found:
             return work(found)
 
     async def survey(self) -> Survey:
-        return await self._inspect(survey)
+        return await run_once(self._work, survey)
 
     async def collect(self, wanted: Garbage) -> Collected:
-        return await self._inspect(lambda found: collect(found, wanted))
+        return await run_once(self._work, lambda found: collect(found, wanted))
 
     async def erase(self, tenant: bytes, wanted: Garbage) -> Collected:
-        return await self._inspect(lambda found: collect(found, wanted, (tenant, self._cipher)))
+        return await run_once(
+            self._work, lambda found: collect(found, wanted, (tenant, self._cipher))
+        )
 
     async def verify(self, wanted: Check) -> Verified:
-        return await self._inspect(lambda found: verify(found, wanted, self._cipher))
+        return await run_once(self._work, lambda found: verify(found, wanted, self._cipher))
 
     async def diagnose(self) -> list[Finding]:
         return await diagnose(self._root, self._given)

@@ -8,22 +8,15 @@ loads nothing and stores nothing: pages of the earlier weights are still in SGLa
 
 import logging
 import threading
-from typing import Any, Protocol
+from typing import TYPE_CHECKING
 from weakref import WeakSet
 
 from kvoffload.connectors.sglang.engine_start import start_name
 
+if TYPE_CHECKING:
+    from kvoffload.connectors.sglang.page_store import PageStore
+
 log = logging.getLogger(__name__)
-
-
-class Generational(Protocol):
-    """A storage whose pages mean something under certain weights only."""
-
-    def bar(self) -> None:
-        """Load nothing and store nothing, calls that run now among them."""
-
-    def begin_generation(self, name: str) -> None:
-        """Go on with pages of new weights alone."""
 
 
 class WeightGenerations:
@@ -37,7 +30,7 @@ class WeightGenerations:
         self._is_settled = True
         self._emptied_at: int | None = None
         """Batches that had been computed when SGLang last emptied its caches."""
-        self._storages: WeakSet[Any] = WeakSet()
+        self._storages: WeakSet[PageStore] = WeakSet()
         self._lock = threading.RLock()
 
     @property
@@ -48,14 +41,14 @@ class WeightGenerations:
         """
         return f"{start_name()} {self._count}" if self._count else None
 
-    def attach(self, storage: Generational) -> None:
+    def attach(self, storage: "PageStore") -> None:
         """Tell a storage of changes; bar it if SGLang still has pages of earlier weights."""
         with self._lock:
             self._storages.add(storage)
             if not self._is_settled:
                 storage.bar()
 
-    def detach(self, storage: Generational) -> None:
+    def detach(self, storage: "PageStore") -> None:
         with self._lock:
             self._storages.discard(storage)
 
