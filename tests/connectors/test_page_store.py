@@ -430,8 +430,9 @@ def test_a_disk_that_hangs_costs_no_deadline_once_it_counts_as_dead(
     until(lambda: store.num_leading(keys(20)) == 20)
 
     def hang(*asked):
-        begun.append(asked)
-        may_end.wait(60)
+        if threading.current_thread().name != "kvoffload-disk":  # which reads the ledger
+            begun.append(asked)
+            may_end.wait(60)
         return read(*asked)
 
     monkeypatch.setattr(Vfs, "preadv", staticmethod(hang))
