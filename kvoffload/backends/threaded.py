@@ -28,7 +28,7 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from kvoffload.backends.base import ReadResult, Written, check_lengths
 from kvoffload.backends.blocking_pool import BlockingPool, run_once, start_once
@@ -41,8 +41,8 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
-class Runner(Protocol):
-    """Where the functions of a backend run."""
+class Runner:
+    """Where the functions of a backend run: on the event loop, which gets its turn after each."""
 
     async def fill(
         self,
@@ -56,11 +56,13 @@ class Runner(Protocol):
 
         ``chunks``: of each item, if they are not one.
         """
-        ...
+        for i in range(len(answers)):
+            answers[i] = work(i)
+            await asyncio.sleep(0)
 
     async def close(self, release: Callable[[], None]) -> None:
         """Begin no more; call ``release`` once nothing runs."""
-        ...
+        release()
 
 
 class ChunkwiseBackend(CountedBackend, ABC):
@@ -207,24 +209,7 @@ class InlineBackend(ChunkwiseBackend):
     """
 
     def __init__(self, *, name: str = "") -> None:
-        super().__init__(name or type(self).__name__, _OnTheLoop())
-
-
-class _OnTheLoop:
-    async def fill(
-        self,
-        kind: Kind,
-        answers: list[Any],
-        work: Callable[[int], Any],
-        is_quick: bool,
-        chunks: Sequence[int] = (),
-    ) -> None:
-        for i in range(len(answers)):
-            answers[i] = work(i)
-            await asyncio.sleep(0)
-
-    async def close(self, release: Callable[[], None]) -> None:
-        release()
+        super().__init__(name or type(self).__name__, Runner())
 
 
 class ThreadPoolBackend(ChunkwiseBackend):
@@ -309,7 +294,7 @@ class ThreadPoolBackend(ChunkwiseBackend):
         )
 
 
-class _OnThreads:
+class _OnThreads(Runner):
     def __init__(
         self, backend: ThreadPoolBackend, name: str, pools: Mapping[Kind, BlockingPool]
     ) -> None:

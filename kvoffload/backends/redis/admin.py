@@ -316,8 +316,7 @@ def _headers(connection: Connection, names: Sequence[bytes]) -> list[Header | st
     commands = [encode(b"GETRANGE", name, b"0", end) for name in names]
     found: list[Header | str] = []
     for answer in connection.ask_all(commands, connection.reader.value) if commands else ():
-        if isinstance(answer, ServerError) and not _is_foreign(answer):
-            raise CommandRefused("GETRANGE", answer)
+        _refuse(b"GETRANGE", answer)
         found.append(parse_header(answer) if isinstance(answer, memoryview) else "type")
     return found
 
@@ -390,8 +389,7 @@ def _verify_one(
 ) -> float:
     """Check one value; return the seconds to wait before the next one."""
     (answer,) = connection.ask_all([encode(b"GET", value.name)], connection.reader.value)
-    if isinstance(answer, ServerError) and not _is_foreign(answer):
-        raise CommandRefused("GET", answer)
+    _refuse(b"GET", answer)
     found = answer if isinstance(answer, memoryview) else memoryview(b"")
     is_gone = answer is None
     reason = "corrupt_type" if isinstance(answer, ServerError) else None
@@ -413,8 +411,7 @@ def small_value(connection: Connection, command: bytes, name: bytes) -> bytes:
     memory = memoryview(bytearray(MAX_FACTS_BYTES))
     read = partial(connection.reader.chunk, memory, [])
     (reply,) = connection.ask_all([encode(command, name)], read)
-    if isinstance(reply, ServerError) and not _is_foreign(reply):
-        raise CommandRefused(command.decode(), reply)
+    _refuse(command, reply)
     if reply is Filled.OVERSIZE:
         connection.close("oversize")
     return bytes(memory).rstrip(b"\0")  # JSON has no zero bytes
@@ -436,14 +433,14 @@ def _of_each(connection: Connection, command: bytes, names: Sequence[bytes]) -> 
     commands = b"".join([encode(command, name) for name in names])
     (answers,) = connection.ask_all([commands], partial(connection.reader.numbers, len(names)))
     for answer in answers:
-        if isinstance(answer, ServerError) and not _is_foreign(answer):
-            raise CommandRefused(command.decode(), answer)
+        _refuse(command, answer)
     return [None if isinstance(answer, ServerError) else answer for answer in answers]
 
 
-def _is_foreign(error: ServerError) -> bool:
-    """Return True if a reply says that a name holds no string, so this backend did not write it."""
-    return error.code == "WRONGTYPE"
+def _refuse(command: bytes, reply: object) -> None:
+    """Raise OSError for an error; not if a name holds no string, which this backend never wrote."""
+    if isinstance(reply, ServerError) and reply.code != "WRONGTYPE":
+        raise CommandRefused(command.decode(), reply)
 
 
 def usage_of(infos: Sequence[Mapping[str, str]], db: int) -> Usage:

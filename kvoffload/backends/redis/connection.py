@@ -199,9 +199,11 @@ class Connection:
         self._move_all([memoryview(part) for part in parts], _send)
 
     def some(self, views: list[memoryview]) -> int:
+        """Receive at least one byte, and return how many; raises :class:`Lost`."""
         return self._move(views, _receive)
 
     def fill(self, views: list[memoryview]) -> None:
+        """Receive until all views are full; raises :class:`Lost`."""
         self._move_all(views, _receive_all)
 
     def _move_all(self, views: list[memoryview], move: "Move") -> None:

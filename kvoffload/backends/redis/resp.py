@@ -1,6 +1,6 @@
 """The Redis wire format (RESP 2): encode commands, read replies within bounds.
 
-The reader pulls bytes from a :class:`Source` and knows which reply it waits for. The bytes of a
+The reader pulls bytes from a connection and knows which reply it waits for. The bytes of a
 chunk thus go straight into the caller's memory. Any other reply is a :class:`ProtocolError`, and
 the connection must close then. This rule keeps the bytes of one reply out of another key's memory.
 """
@@ -8,9 +8,12 @@ the connection must close then. This rule keeps the bytes of one reply out of an
 import mmap
 from collections.abc import Sequence
 from enum import Enum
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvoffload.facts import escaped
+
+if TYPE_CHECKING:
+    from kvoffload.backends.redis.connection import Connection
 
 SCRATCH_BYTES = 64 << 10
 """Size of the buffer for everything but chunks. A short reply is never larger."""
@@ -76,22 +79,10 @@ def encode(*words: bytes) -> bytes:
     return b"".join(parts)
 
 
-class Source(Protocol):
-    """Where a reader gets its bytes; both methods raise OSError if no more come in time."""
-
-    def some(self, views: list[memoryview]) -> int:
-        """Receive at least one byte, and return how many."""
-        ...
-
-    def fill(self, views: list[memoryview]) -> None:
-        """Receive until all views are full."""
-        ...
-
-
 class ReplyReader:
     """Reads one reply at a time; holds no memory of callers between two calls."""
 
-    def __init__(self, source: Source) -> None:
+    def __init__(self, source: "Connection") -> None:
         self._source = source
         self._buffer = bytearray(SCRATCH_BYTES)
         self._scratch = memoryview(self._buffer)

@@ -86,6 +86,7 @@ class PageStore:
         self.figures = PageFigures(self._client, tokens_of, lambda: staging.num_busy * slot_bytes)
         """What became of pages."""
         self._lookup = PageLookup(self._tiers, config.lookup_timeout_s, asks=asks)
+        self.lookup_deadline_s = self._lookup.deadline_s
         self._clearing = threading.Lock()
         self._changing = threading.Lock()
         """Held while a store is begun or barred: each store is of one generation."""

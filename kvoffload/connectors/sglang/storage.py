@@ -221,7 +221,7 @@ class KVOffloadHiCache(HiCacheStorage):  # type: ignore[misc]  # untyped base
     def _find(
         self, store: PageStore, keys: list[str], transfers: Sequence[Any]
     ) -> PoolTransferResult:
-        until_s = time.monotonic() + self._settings.lookup_timeout_s
+        until_s = store.lookup_deadline_s()
         count, num_listed = store.leading(_page_keys(keys), until_s)
         found = {PoolName.KV: count} if count else {}
         restorable = set(range(1, count + 1))
