@@ -104,8 +104,8 @@ class Space:
     def _most_at_once(self, allocated_bytes: int) -> int:
         """Return for how many chunks to reserve at once.
 
-        Beside a writer of 0.1 it is one: if that one evicts, its full scan knows of a reservation
-        only when its file exists.
+        With a writer of 0.1 on the root it is one. If that one evicts, its full scan knows of a
+        reservation only when its file exists.
         """
         if self._root.has_older_writers:
             return 1
