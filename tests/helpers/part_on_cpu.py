@@ -27,7 +27,6 @@ SMALL = {
     "STEPS": dict.fromkeys(sizes.STEPS, 3),
     "LISTEN_S": 0.02,
     "PINNED_BYTES": 4 << 20,
-    "CONNECTOR_CASES": 1,
     "CAPTURES": 3,
     "SMALL_PIECES": (1024, 4096),
     "COUNTS": (2, 8),
@@ -58,7 +57,8 @@ def install():
     import torch
     from cuda_stand_in import FakeCuda
 
-    from benchmarks.gpu import device
+    from benchmarks.engine_step import Case
+    from benchmarks.gpu import connector, device
     from tests.support.index_kernels import IndexKernels
 
     assert SMALL["REGISTRATION_BYTES"] == gpu_on_cpu.PORTION_BYTES
@@ -69,6 +69,7 @@ def install():
     device.BatchCopy = Batch
     device.kernels = lambda caches, part, programs: IndexKernels(caches)
     device.allow_captures = lambda: None
+    connector.CASES = (Case("16 KiB", 16 << 10),)
     for name, value in SMALL.items():
         assert hasattr(sizes, name)
         setattr(sizes, name, value)
