@@ -14,7 +14,6 @@ from kvoffload.backends.threaded import InlineBackend
 from kvoffload.testing import BackendSuite, hazards
 from kvoffload.testing.backends import CHUNK_BYTES
 
-pytestmark = pytest.mark.alone
 BLOCKED_S = 0.06
 FEW = 16
 
@@ -163,8 +162,9 @@ def suite_of(backend, folder):
     return suite
 
 
+MEASURED = pytest.param("test_no_call_blocks_the_loop", marks=pytest.mark.alone)
 HAZARDS = [
-    "test_no_call_blocks_the_loop",
+    MEASURED,
     "test_a_damaged_chunk_is_a_miss_and_can_come_back",
     "test_a_full_store_keeps_its_capacity_and_says_what_left",
 ]
@@ -175,6 +175,7 @@ def test_a_good_backend_passes(test, tmp_path):
     getattr(suite_of(Verified, tmp_path), test)()
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("verb", ["contains", "read", "write", "remove"])
 def test_a_call_that_sleeps_on_the_loop_is_named_with_its_time(verb, tmp_path):
     backend = type("SleepsIn", (Sleeping,), {"verb": verb})
@@ -185,7 +186,7 @@ def test_a_call_that_sleeps_on_the_loop_is_named_with_its_time(verb, tmp_path):
 @pytest.mark.parametrize(
     ("backend", "test", "shown"),
     [
-        (Computing, HAZARDS[0], r"\{'write': 0\."),
+        pytest.param(Computing, *MEASURED.values, r"\{'write': 0\.", marks=pytest.mark.alone),
         (Unverified, HAZARDS[1], r"\[True, True, True\] == \[True, False, True\]"),
         (Unforgiving, HAZARDS[1], "cannot be written again"),
         (Silent, HAZARDS[2], "left without a word"),
