@@ -371,6 +371,8 @@ class MessageReader:
             return self._decoder.decode(data)
         except msgspec.ValidationError as error:
             raise msgspec.ValidationError(f"{_field(data, str(error))}{error}") from None
+        except UnicodeDecodeError as error:
+            raise msgspec.DecodeError(f"a text of a message is none: {error}") from None
 
 
 _FIELD = re.compile(r"`\$\[(\d+)\]")
@@ -378,8 +380,9 @@ _FIELD = re.compile(r"`\$\[(\d+)\]")
 
 def _field(data: memoryview, why: str) -> str:
     """Return which field of a message is wrong, if that can be told."""
-    tag, found = msgspec.msgpack.decode(data)[0], _FIELD.search(why)
-    names = {kind.__name__: kind.__struct_fields__ for kind in get_args(ToServer | ToClient)}
-    if found is None or not isinstance(tag, str) or tag not in names or found[1] == "0":
+    found = _FIELD.search(why)
+    if found is None or found[1] == "0":  # the tag, or what is no message at all
         return ""
+    tag = msgspec.msgpack.decode(msgspec.msgpack.decode(data, type=list[msgspec.Raw])[0])
+    names = {kind.__name__: kind.__struct_fields__ for kind in get_args(ToServer | ToClient)}
     return f"{tag}.{names[tag][int(found[1]) - 1]}: "

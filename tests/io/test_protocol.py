@@ -38,6 +38,19 @@ def test_each_end_understands_the_other_ends_messages_alone():
         list(MessageReader(to_server=True).feed(b"\x03\0\0\0???"))
 
 
+def test_what_is_wrong_in_a_message_is_named_whatever_else_is_in_it():
+    no_text = b"\xa2\x8a\x8a"
+    wrong = [
+        (b"\x94\xa3Ask\xa1s\x91\x05" + no_text, "^Ask.keys: Expected `bytes`, got `int`"),
+        (b"\x93\xa3Ask" + no_text + b"\x90", "a text of a message is none"),
+        (b"\x91" + no_text, "a text of a message is none"),
+        (b"\x05", "^Expected `array`, got `int`"),
+    ]
+    for body, why in wrong:
+        with pytest.raises(msgspec.DecodeError, match=why):
+            list(MessageReader(to_server=True).feed(len(body).to_bytes(4, "little") + body))
+
+
 def test_sizes_are_one_number_or_one_for_each_chunk():
     for sizes in (4096, [1, 2]):
         (load,) = MessageReader(to_server=True).feed(
