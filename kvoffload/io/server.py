@@ -81,6 +81,8 @@ CLOGGED_BYTES = 1 << 20
 """An engine that lets so much wait is told no figures until it reads."""
 MESSAGES_PER_TURN = 16
 """Messages of one engine that are taken before those of another one."""
+TURN_S = 0.05
+"""A message that takes longer ends the turn; the next one is then taken after as long a time."""
 BUSY_S = 0.01
 """Time between two such turns of an engine that is over its bound, and after a renewal."""
 KEYS_PER_TASK = 64
@@ -154,13 +156,19 @@ class Session:
         try:
             num_taken = 0
             while data := await reader.read(1 << 18):
+                begun_s = self.loop.time()
                 for message in self._messages.feed(data):
                     self._take(message)
                     num_taken += 1
-                    if isinstance(message, Open) and message.number:
+                    if (took_s := self.loop.time() - begun_s) > TURN_S:
+                        await asyncio.sleep(took_s)
+                    elif isinstance(message, Open) and message.number:
                         await asyncio.sleep(BUSY_S)
                     elif num_taken % MESSAGES_PER_TURN == 0:
                         await asyncio.sleep(BUSY_S if self._is_over_bound(KEYS_PER_TASK) else 0)
+                    else:
+                        continue
+                    begun_s = self.loop.time()
                 if self._is_clogged:  # or answers that the engine does not read would have no end
                     await self._writer.drain()
         except ConnectionError:

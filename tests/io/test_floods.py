@@ -5,6 +5,7 @@ import socket
 
 import pytest
 
+from kvoffload.io import server
 from kvoffload.io.open_stores import OpenStore
 from kvoffload.io.protocol import (
     Answered,
@@ -164,6 +165,22 @@ async def test_an_engine_that_reads_no_answers_is_read_no_further(engines):
     assert CLOGGED_BYTES < buffered < 3 * CLOGGED_BYTES
     assert len(await engine.hear(Forgotten, len(questions))) == len(questions)
     await sending
+
+
+async def test_a_message_that_takes_long_ends_the_turn_of_its_engine(engines, monkeypatch):
+    """As one that forgets 200,000 chunks: 16 of these held the server for seconds."""
+    monkeypatch.setattr(server, "TURN_S", -1.0)
+    engine, taken, most = await engines(), [], 0
+    (opened,) = engine.session._stores.values()
+    opened.forget = taken.append
+    many = MESSAGES_PER_TURN
+    engine.sock.send(frame(Forget("store", [KEY])) * many)
+    while len(taken) < many:
+        before = len(taken)
+        await asyncio.sleep(0)
+        most = max(most, len(taken) - before)
+    assert most == 1
+    assert len(await engine.hear(Forgotten, many)) == many
 
 
 async def test_other_engines_have_turns_while_one_sends_much(engines):
