@@ -326,3 +326,23 @@ async def test_a_server_that_came_after_the_workers_is_asked_and_its_list_is_not
     (answer,) = worker.take_answers()
     assert list(answer.present) == [True, False]
     assert worker.take_parts() == []
+
+
+async def test_a_tier_that_is_down_on_one_rank_is_down_until_that_rank_has_it_again(ranks):
+    def is_up():
+        for rank, worker in enumerate(ranks.workers):
+            if (down := worker.take_down()) is not None:
+                ranks.tiers.note_down(pickle.loads(pickle.dumps({rank: down})))
+        return [ranks.tiers.presences[tier].is_up for tier in ("memory", "redis")]
+
+    assert is_up() == [True, True]
+    ranks.fed[1]["redis"].reset()
+    ranks.fed[0]["memory"].reset()
+    assert is_up() == [False, False]
+    assert [worker.take_down() for worker in ranks.workers] == [None, None], "each is told once"
+    ranks.tiers.renew("later")
+    assert is_up() == [False, False]
+    ranks.fed[0]["memory"].opened(True)
+    assert is_up() == [True, False]
+    ranks.fed[1]["redis"].opened(False)
+    assert is_up() == [True, True]

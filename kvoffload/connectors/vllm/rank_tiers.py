@@ -8,7 +8,7 @@ come with later reports.
 """
 
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from kvoffload.backends.base import Removal
@@ -46,6 +46,8 @@ class RankTiers:
         self._ranks = tuple(ranks)
         self._listed = frozenset(listed)
         self._clock = clock
+        self._down: dict[int, frozenset[str]] = {}
+        """Rank → its tiers that cannot be asked."""
         self.renew("")
 
     def renew(self, generation: str) -> None:
@@ -67,6 +69,14 @@ class RankTiers:
         self.presences: dict[str, TierIndex | AskedTier] = {**self._indexes, **self._asked}
         self.tiers = tuple(Tier(name, self.presences[name]) for name, _ in tier_names(config))
         self._heard_s = self._clock()
+        self.note_down({})
+
+    def note_down(self, down: Mapping[int, frozenset[str]]) -> None:
+        """Take in which tiers of ranks cannot be asked now."""
+        self._down.update(down)
+        all_down = frozenset[str]().union(*self._down.values())
+        for name, presence in self.presences.items():
+            presence.is_up = name not in all_down
 
     def apply(self, parts: Iterable[IndexPart], answers: Iterable[PresenceReply]) -> None:
         """Take in what workers report of their stores."""
@@ -135,6 +145,8 @@ class AskedTier(Presence):
             reached by reports that are lost.
         clock: seconds, monotonic.
     """
+
+    is_up = True
 
     def __init__(
         self, num_ranks: int, timeout_s: float, clock: Callable[[], float] = time.monotonic

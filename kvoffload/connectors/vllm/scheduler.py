@@ -410,6 +410,7 @@ class KVOffloadScheduler(OffloadingConnectorScheduler):  # type: ignore[misc]  #
                     self._explained.removed(removals)
                 # Last: the stores are as they were when the report was made.
                 self.tiers.apply(report.presence, report.answers)
+                self.tiers.note_down(report.down)
             self.adapter.worker_figures.update(report.figures)
 
     def _note(self, job: Job) -> None:

@@ -93,6 +93,8 @@ class WorkerReport(OffloadingWorkerMetadata):  # type: ignore[misc]  # untyped b
     """Tier → chunks that it removed by itself."""
     presence: list[IndexPart] = field(default_factory=list)
     """What appeared in the stores of each rank and what left them."""
+    down: dict[int, frozenset[str]] = field(default_factory=dict)
+    """Rank → its tiers that cannot be asked, where these have changed."""
     answers: list[PresenceReply] = field(default_factory=list)
     """Each rank's answers to the scheduler's questions."""
     workers: dict[int, WorkerInfo] = field(default_factory=dict)
@@ -113,6 +115,7 @@ class WorkerReport(OffloadingWorkerMetadata):  # type: ignore[misc]  # untyped b
             or self.settled
             or self.removals
             or self.presence
+            or self.down
             or self.answers
             or self.workers
             or self.emptied
@@ -132,6 +135,7 @@ class WorkerReport(OffloadingWorkerMetadata):  # type: ignore[misc]  # untyped b
             for tier, removals in source.removals.items():
                 report.removals.setdefault(tier, []).extend(removals)
             report.presence += source.presence
+            report.down.update(source.down)
             report.answers += source.answers
             report.workers.update(source.workers)
             report.emptied.update(source.emptied)

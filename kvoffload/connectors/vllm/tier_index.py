@@ -35,6 +35,8 @@ class TierIndex(Presence):
         clock: seconds, monotonic.
     """
 
+    is_up = True
+
     def __init__(
         self,
         ranks: Iterable[int],

@@ -369,6 +369,8 @@ class KVOffloadWorker(OffloadingConnectorWorker):  # type: ignore[misc]  # untyp
         if self._presence is not None and self._is_met:
             self._report.presence = self._presence.take_parts()
             self._report.answers = self._presence.take_answers()
+            if (down := self._presence.take_down()) is not None:
+                self._report.down[self._info.rank] = down
 
     def _report_figures(self) -> None:
         if self._spec is not None:

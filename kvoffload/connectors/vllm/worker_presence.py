@@ -79,6 +79,8 @@ class WorkerPresence:
         self._listings: dict[str, int] = {}
         """For each tier, the number of the listing that was reported of last."""
         self._completed: set[str] = set()
+        self._down = frozenset[str]()
+        """The tiers that were last reported as down."""
         self._questions: list[_Asked] = []
         """Those without an answer."""
         for name, tier in tiers.items():
@@ -90,6 +92,14 @@ class WorkerPresence:
         self._generation = generation
         self._listings.clear()
         self._completed.clear()
+
+    def take_down(self) -> frozenset[str] | None:
+        """Return the tiers that cannot be asked now; None if they are those of the last call."""
+        down = frozenset(name for name, tier in self._tiers.items() if not tier.is_up)
+        if down == self._down:
+            return None
+        self._down = down
+        return down
 
     def take_parts(self) -> list[IndexPart]:
         """Return what changed since the last call, in portions."""
