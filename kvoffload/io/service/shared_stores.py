@@ -10,6 +10,7 @@ import logging
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import compress
 
 from kvoffload import registry
 from kvoffload.backends.admin import Purges
@@ -416,9 +417,8 @@ class IndexedView(StoreView, LocalIndex):
 
     def forget(self, keys: Sequence[bytes]) -> None:
         # One that has left as well is no longer told of: it would stay forgotten when it returns.
-        self._forgotten.update(key for key in keys if self._index.holds(key))
-        for key in keys:
-            self._changes.note(key)
+        self._forgotten.update(compress(keys, self._index.held(keys)))
+        self._changes.note_all(keys)
 
     def remembered(self, keys: Sequence[bytes]) -> None:
         for key in self._forgotten.intersection(keys):
