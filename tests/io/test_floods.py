@@ -4,6 +4,7 @@ import asyncio
 import socket
 
 import pytest
+from disk_parts import until
 
 from kvoffload.io import server
 from kvoffload.io.open_stores import OpenStore
@@ -159,9 +160,11 @@ async def test_an_engine_that_reads_no_answers_is_read_no_further(engines):
     engine = await engines()
     questions = [Forget("store", [KEY] * 1000)] * 400
     sending = asyncio.create_task(engine.send(*questions))
+    transport = engine.session._writer.transport
+    assert await until(lambda: transport.get_write_buffer_size() > CLOGGED_BYTES)
     done, _ = await asyncio.wait([sending], timeout=0.5)
     assert not done, "the server keeps all answers"
-    buffered = engine.session._writer.transport.get_write_buffer_size()
+    buffered = transport.get_write_buffer_size()
     assert CLOGGED_BYTES < buffered < 3 * CLOGGED_BYTES
     assert len(await engine.hear(Forgotten, len(questions))) == len(questions)
     await sending
