@@ -160,10 +160,10 @@ class Session:
                 for message in self._messages.feed(data):
                     self._take(message)
                     num_taken += 1
-                    if (took_s := self.loop.time() - begun_s) > TURN_S:
-                        await asyncio.sleep(took_s)
-                    elif isinstance(message, Open) and message.number:
+                    if isinstance(message, Open) and message.number:
                         await asyncio.sleep(BUSY_S)
+                    elif (took_s := self.loop.time() - begun_s) > TURN_S:
+                        await asyncio.sleep(took_s)
                     elif num_taken % MESSAGES_PER_TURN == 0:
                         await asyncio.sleep(BUSY_S if self._is_over_bound(KEYS_PER_TASK) else 0)
                     else:
