@@ -17,7 +17,7 @@ from kvoffload.backends.disk.root_checks import enter_safely
 from kvoffload.backends.disk.vfs import Vfs
 from kvoffload.backends.disk.walker import names_in, walk
 from kvoffload.backends.folder.evictor import DEAD_S, FREED, LEAST_FREE
-from kvoffload.backends.folder.places import HOSTS, LEASE, NEW, STORE, is_temporary
+from kvoffload.backends.folder.places import HOSTS, LEASE, LEFTOVERS, STORE, is_temporary
 from kvoffload.backends.folder.records import LeaseRecord, Records, StoreRecord
 from kvoffload.backends.folder.scan import LEFTOVER_S
 from kvoffload.backends.folder.seal import SecretSeal
@@ -103,13 +103,13 @@ class FolderInspector(DiskInspector):
                 yield from (f"{path}/{n}" for n in names if n not in inner and n[:1] != ".")
                 for shard in walk(self.vfs, path):
                     yield from (f"{shard.path}/{n}" for n in shard.strays if not is_temporary(n))
-            elif name not in _IN_ROOT and not name.startswith((NEW, SCRATCH)):
+            elif name not in _IN_ROOT and not name.startswith((*LEFTOVERS, SCRATCH)):
                 yield path
 
     def _unfinished(self) -> Iterator[str]:
         for folder in (self.root, f"{self.root}/{HOSTS}"):
-            names = names_in(self.vfs, folder)
-            yield from (f"{folder}/{name}" for name in names if name.startswith((NEW, SCRATCH)))
+            names = (n for n in names_in(self.vfs, folder) if n.startswith((*LEFTOVERS, SCRATCH)))
+            yield from (f"{folder}/{name}" for name in names)
         for namespace in self.namespaces():
             for shard in walk(self.vfs, f"{self.root}/{namespace}"):
                 yield from (f"{shard.path}/{name}" for name in shard.strays if is_temporary(name))

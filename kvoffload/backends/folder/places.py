@@ -22,6 +22,9 @@ HOSTS = ".hosts"
 """Folder of the engines' own records."""
 NEW = ".new-"
 """Prefix of a record that is being written."""
+LEFTOVERS = (NEW, ".fuse_hidden", ".nfs")
+"""Prefixes of files that a process may leave which was killed, and a mount: FUSE and NFS rename a
+file that is removed while it is open. On a full mount sshfs leaves one after each failed store."""
 
 
 def record_of(token: str) -> str:

@@ -11,7 +11,7 @@ from kvoffload.backends.disk.chunk_file import bytes_on_disk
 from kvoffload.backends.disk.paths import is_namespace
 from kvoffload.backends.disk.vfs import Vfs
 from kvoffload.backends.disk.walker import walk
-from kvoffload.backends.folder.places import HOSTS, NEW, is_temporary
+from kvoffload.backends.folder.places import HOSTS, LEFTOVERS, is_temporary
 from kvoffload.backends.folder.records import Records
 from kvoffload.backends.folder.tenants import Tag, Tags
 from kvoffload.backends.header import ALIGNED_BYTES
@@ -137,7 +137,7 @@ class Scan:
                 yield True
         for folder in (self._root, f"{self._root}/{HOSTS}"):
             for name in self._vfs.listdir(folder):
-                if name.startswith(NEW):
+                if name.startswith(LEFTOVERS):
                     self._unfinished(f"{folder}/{name}")
 
     def _remember(self, file: OldFile) -> None:

@@ -14,7 +14,7 @@ from kvoffload.backends.disk.root_checks import (
     refuse_unsafe,
 )
 from kvoffload.backends.disk.vfs import Vfs
-from kvoffload.backends.folder.places import HOSTS, LEASE, NEW, STORE
+from kvoffload.backends.folder.places import HOSTS, LEASE, LEFTOVERS, STORE
 from kvoffload.backends.folder.records import Records, StoreRecord
 from kvoffload.errors import ConfigError
 
@@ -95,7 +95,7 @@ def check_content(vfs: Vfs, path: str) -> bool:
     if STORE in names:
         return True
     ours = {HOSTS, LEASE, *_HARMLESS}
-    foreign = [n for n in names if n not in ours and not n.startswith((NEW, SCRATCH))]
+    foreign = [n for n in names if n not in ours and not n.startswith((*LEFTOVERS, SCRATCH))]
     refuse_foreign(path, (name for name in foreign if not is_namespace(name)))
     return False
 
