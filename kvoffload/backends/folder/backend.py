@@ -41,7 +41,7 @@ from kvoffload.backends.folder.options import FolderOptions
 from kvoffload.backends.folder.records import Records
 from kvoffload.backends.folder.seal import read_secret
 from kvoffload.backends.folder.shared_root import Root
-from kvoffload.backends.folder.upkeep import Housekeeper
+from kvoffload.backends.folder.upkeep import SAY_AGAIN_S, Housekeeper
 from kvoffload.backends.frames import Frames
 from kvoffload.backends.header import ALIGNED_BYTES, check_key, namespace_digest
 from kvoffload.backends.log_rate import Throttle
@@ -109,7 +109,8 @@ class FolderBackend(AsyncChunkBackend):
         self._opened: dict[bytes, os.stat_result] = {}
         """The facts of the files that loads in flight have opened, where a load asks for them."""
         self._facts: dict[str, str] | None = None
-        self._troubles = Throttle(log)
+        self._said: dict[str, Throttle] = {}
+        """By what failed."""
         self._housekeeper = Housekeeper(
             self._vfs,
             self._root,
@@ -161,7 +162,7 @@ class FolderBackend(AsyncChunkBackend):
             self.count("read_missing")
             return ReadResult.MISSING
         self.count(found.reason if found.reason.startswith("corrupt_") else f"read_{found.reason}")
-        self._troubles.warning("%r: a chunk cannot be read: %s", self, found.reason)
+        self._say(found.reason, "a chunk cannot be read: %s", found.reason)
         return ReadResult.of(found.reason)
 
     async def store(self, key: bytes, chunk: memoryview, tenant: bytes) -> Written:
@@ -178,7 +179,7 @@ class FolderBackend(AsyncChunkBackend):
             self.count(reason)
         elif reason != "late":
             self.count(f"write_{reason}")
-            self._troubles.warning("%r: a chunk cannot be stored: %s", self, reason)
+            self._say(f"write_{reason}", "a chunk cannot be stored: %s", reason)
         return False
 
     def _write(self, turn: Turn, key: bytes, chunk: memoryview, tenant: bytes) -> str:
@@ -332,10 +333,14 @@ class FolderBackend(AsyncChunkBackend):
             return await (mount or self._mount).call(work)
         except Late as error:
             self.count(f"{kind}_stalled" if isinstance(error, Stalled) else f"{kind}_late")
-            self._troubles.warning(
-                "%r: the mount did not answer a %s within %g s", self, kind, self._mount.timeout_s
-            )
+            timeout_s = self._mount.timeout_s
+            self._say(kind, "the mount did not answer a %s within %g s", kind, timeout_s)
             return late
+
+    def _say(self, kind: str, text: str, *values: object) -> None:
+        """Log a failure that may last: one line for each kind in :data:`SAY_AGAIN_S`."""
+        throttle = self._said.setdefault(kind, Throttle(log, SAY_AGAIN_S))
+        throttle.warning(f"%r: {text}", self, *values)
 
     async def _look(self, keys: Sequence[bytes]) -> list[bool]:
         return await self._asked(

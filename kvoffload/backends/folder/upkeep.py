@@ -37,7 +37,7 @@ _LOOK_S = 5.0
 """Time between two looks whether the root is still the same."""
 _TIMES_S = 0.2
 """How long one turn renews the times of files: a slow mount must not make it late."""
-_SAY_AGAIN_S = 600.0
+SAY_AGAIN_S = 600.0
 """Time between two lines of the log about a failure that lasts."""
 
 
@@ -301,6 +301,6 @@ class Housekeeper:
         self._say(error, "%s: housekeeping failed: %s; %s", self._root.path, error, remedy)
 
     def _say(self, error: Exception, text: str, *values: object) -> None:
-        """Log a failure that may last: one line for each kind in :data:`_SAY_AGAIN_S`."""
+        """Log a failure that may last: one line for each kind in :data:`SAY_AGAIN_S`."""
         kind = text, getattr(error, "errno", None)
-        self._said.setdefault(kind, Throttle(log, _SAY_AGAIN_S)).warning(f"folder {text}", *values)
+        self._said.setdefault(kind, Throttle(log, SAY_AGAIN_S)).warning(f"folder {text}", *values)

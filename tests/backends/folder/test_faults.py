@@ -8,10 +8,12 @@ import subprocess
 import sys
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 from folder_parts import ON_DISK, SIZE, load, open_folder, path_of, store, stored_bytes, until
 
+from kvoffload.backends import log_rate
 from kvoffload.backends.base import ReadResult
 from kvoffload.backends.disk import manifest
 from kvoffload.backends.disk.paths import MANIFEST
@@ -379,3 +381,22 @@ async def test_where_the_system_refuses_further_threads_those_there_are_make_the
     calls = [mount.call(lambda turn, number=i: number) for i in range(4)]
     assert await asyncio.gather(*calls) == [0, 1, 2, 3]
     mount.close()
+
+
+async def test_a_failure_that_lasts_is_a_line_for_each_reason_in_ten_minutes(
+    tmp_path, monkeypatch, caplog
+):
+    now_s, vfs = [1000.0], FailingVfs(0, errno.EIO, sticky=True, when=of_chunks("pwritev"))
+    monkeypatch.setattr(log_rate, "time", SimpleNamespace(monotonic=lambda: now_s[0]))
+    backend = open_folder(tmp_path / "share", vfs=vfs)
+    vfs.nth = vfs.calls + 1
+    for turn in range(100):
+        vfs.error = errno.ENOSPC if turn > 80 else errno.EIO
+        assert await store(backend, keys_of(1, str(turn))) == [False]
+        now_s[0] += 1.5
+    told = [each.getMessage() for each in caplog.records]
+    assert [each.rpartition(": ")[2] for each in told] == ["io_EIO", "io_ENOSPC"]
+    now_s[0] += 600
+    assert await store(backend, keys_of(1)) == [False]
+    assert caplog.records[-1].getMessage().endswith(": io_ENOSPC (18 more like it before)")
+    await backend.close()
