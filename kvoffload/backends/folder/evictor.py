@@ -27,6 +27,9 @@ _NEWCOMER = 0.02
 """Share of the capacity that one process may store before it is counted, at most."""
 _OF_A_FULL_MOUNT = 0.03
 """Share of the stored bytes to evict when the mount is full although the capacity is not."""
+_FULL_AGAIN_S = 10.0
+"""Until then more failures evict nothing, unless that room was used: some servers free it later.
+GlusterFS looks each five seconds whether there is any."""
 _TURN_S, _BEHIND_S = 1.0, 0.2
 """Time of a turn for eviction, and for a scan that eviction does not wait for yet."""
 _SCAN_SHARE = 0.1
@@ -71,6 +74,7 @@ class Evictor:
         self.raised_s = -math.inf
         """When a process last got a higher limit: it may soon wait for the next one."""
         self._out_of_space: dict[str, int] = {}
+        self._full_bytes, self._full_again_s = 0, -math.inf
         self._alive: dict[str, HostRecord] = {}
         """The records of the last turn, without those of processes that have ended."""
         self._asked: dict[str, int] = {}
@@ -215,7 +219,12 @@ class Evictor:
         told = {token: host.out_of_space for token, (host, _) in hosts.items()}
         known, self._out_of_space = self._out_of_space, told
         is_full = is_full or any(count > known.get(token, 0) for token, count in told.items())
-        return int((self.resident_bytes or 0) * _OF_A_FULL_MOUNT) + 1 if is_full else 0
+        resident, now_s = self.resident_bytes or 0, time.monotonic()
+        if not is_full or (resident < self._full_bytes and now_s < self._full_again_s):
+            return 0
+        surplus = int(resident * _OF_A_FULL_MOUNT) + 1
+        self._full_bytes, self._full_again_s = resident - surplus // 2, now_s + _FULL_AGAIN_S
+        return surplus
 
     # ---- eviction ------------------------------------------------------------------------------
 

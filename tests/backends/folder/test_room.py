@@ -1,10 +1,15 @@
-"""How much of what several hosts want to store finds room in a small store."""
+"""How much of what hosts want to store finds room, and what leaves for it."""
 
 import asyncio
+import time
 
-from folder_parts import ON_DISK, open_folder, store, stored_bytes, until
+import msgspec
+from folder_parts import ON_DISK, open_folder, store, store_at_last, stored_bytes, until
 
+from kvoffload.backends.disk.vfs import Vfs
 from kvoffload.backends.folder import upkeep
+from kvoffload.backends.folder.evictor import Evictor
+from kvoffload.backends.folder.records import HostRecord, Records
 from kvoffload.testing.backends import keys_of
 
 
@@ -63,3 +68,33 @@ async def test_an_idle_evictor_hears_soon_of_a_process_that_stores(tmp_path, mon
     assert stored > 200
     await one.close()
     await two.close()
+
+
+async def test_a_mount_that_frees_room_late_is_not_emptied_meanwhile(tmp_path, monkeypatch):
+    """GlusterFS refuses stores for seconds after files were removed, CephFS for longer."""
+    backend, root = open_folder(tmp_path / "share"), tmp_path / "share"
+    assert await store_at_last(backend, keys_of(200))
+    await backend.close()
+    vfs, now_s, real = Vfs(), [0.0], time.monotonic
+    monkeypatch.setattr(time, "monotonic", lambda: real() + now_s[0])
+    evictor = Evictor(vfs, str(root), Records(vfs, str(root), "test"), 1 << 30, print)
+    evictor.begin(None, is_new=False)
+    host = HostRecord(
+        host="h", pid=1, capacity_bytes=1 << 30, stored_bytes=0, limit_bytes=0,
+        largest_bytes=ON_DISK, out_of_space=0,
+    )  # fmt: skip
+
+    def left_after_failures(new_bytes=0):
+        nonlocal host
+        for _ in range(20):
+            stores = {"stored_bytes": host.stored_bytes + new_bytes // 20}
+            host = msgspec.structs.replace(host, out_of_space=host.out_of_space + 1, **stores)
+            evictor.turn({"writer": (host, 0.0)})
+        return stored_bytes(root) // ON_DISK
+
+    assert left_after_failures() == 193
+    assert left_after_failures() == 193
+    assert 180 < left_after_failures(7 * ON_DISK) < 193  # the room was used, and it is full again
+    left = left_after_failures()
+    now_s[0] += 11
+    assert left_after_failures() < left
