@@ -1,7 +1,7 @@
 """What connectors remember of requests: their state, their uses of chunks, their short loads."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from kvoffload.offload.base import LoadJob, Manager, OffloadKey, ReqContext, tenant_id
@@ -30,7 +30,7 @@ class OffloadRequest(Protocol):
         ...
 
 
-@dataclass
+@dataclass(eq=False)
 class RequestState:
     """The connector's state of a request."""
 
@@ -44,8 +44,14 @@ class RequestState:
     promised: int = 0
     """Tokens that the last lookup said can be loaded."""
     pending_since_s: float | None = None
-    loading: LoadJob | None = None
-    """The job in flight that loads for the request."""
+    loads: set[LoadJob] = field(default_factory=set)
+    """The jobs in flight that load for the request."""
+    owner: Callable[[], OffloadRequest | None] = lambda: None
+    """Returns the object that last stood for the request, while it is alive."""
+    asked: Callable[[], OffloadRequest | None] = lambda: None
+    """The same, of the last lookup."""
+    is_contested: bool = False
+    """Whether two such objects were promised tokens: what the last one was promised counts."""
     has_kv: bool = False
     """Whether it was admitted: it has computed or loaded some of its KV cache, or may have."""
     barred: bool = False

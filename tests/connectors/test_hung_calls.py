@@ -193,8 +193,8 @@ def test_a_load_has_one_record_and_a_table_only_where_something_waits_for_it(
     _, (request,) = begin_all(connector, new_request, ["p"])
     (job,) = connector._manager._jobs.values()
     assert list(connector._transfers.jobs.values()) == [job]
-    assert connector._requests[request.request_id].loading is job
-    assert (job.waiter.request_id, set(job.media())) == (request.request_id, {"HUNG"})
+    assert connector._requests.find(request).loads == {job}
+    assert (job.waiter.state.context.req_id, set(job.media())) == (request.request_id, {"HUNG"})
     left = {name for name, table in tables(connector).items() if len(table)}
     by_job = {"manager's jobs", "jobs", "engine jobs", "I/O jobs"}
     by_chunk_and_block = {"fetching", "jobs of blocks"}

@@ -37,7 +37,7 @@ def store(connector, request):
     while True:
         connector.after_forward(request, [STORED], request.num_tokens)
         assert connector.flush()
-        if not connector._requests[request.request_id].refused:
+        if not connector._requests.find(request).refused:
             break
     connector.request_finished(request)
 

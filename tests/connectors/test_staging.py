@@ -31,7 +31,7 @@ def store(connector, request, first_block=5):
     """Compute a prompt, and go on until all of it is stored; returns its blocks."""
     blocks = list(range(first_block, first_block + request.num_tokens // BLOCK))
     connector.after_forward(request, [blocks], request.num_tokens)
-    while connector._requests[request.request_id].refused:
+    while connector._requests.find(request).refused:
         assert connector.flush()
         connector.after_forward(request, [blocks], request.num_tokens)
     assert connector.flush()

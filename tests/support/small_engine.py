@@ -78,7 +78,7 @@ class SmallEngine:
         while True:
             self.connector.after_forward(request, [STORED], PROMPT)
             assert self.connector.flush(120), "a store hangs"
-            if not self.connector._requests[request.request_id].refused:
+            if not self.connector._requests.find(request).refused:
                 break
             assert time.monotonic() < end_s, "no slot becomes free"
         self.connector.request_finished(request)

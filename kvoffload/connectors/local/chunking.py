@@ -163,13 +163,14 @@ class ChunkGroups:
         """
         for group in self.offloaded:
             of_group, every = keys[group.index], group.hashes_per_chunk
-            end = len(of_group) * every
-            if end > len(hashes) or (
-                end and of_group[-1] != make_offload_key(hashes[end - 1], group.index)
-            ):
+            if not _are_of(of_group, group, hashes):
                 of_group = keys[group.index] = []
             last = range((len(of_group) + 1) * every - 1, len(hashes), every)
             of_group += [make_offload_key(hashes[i], group.index) for i in last]
+
+    def are_of(self, keys: Keys, hashes: Sequence[bytes]) -> bool:
+        """Whether keys are of leading chunks of a prompt with these hashes."""
+        return all(_are_of(keys[group.index], group, hashes) for group in self.offloaded)
 
     # ---- what was loaded ----
 
@@ -235,6 +236,13 @@ class ChunkGroups:
             unread.update(keys[group.index])
             unread.difference_update(keys[group.index][needed.start : needed.stop])
         return [key for key in self.from_head_to_tail(keys) if key not in unread]
+
+
+def _are_of(keys: Sequence[OffloadKey], group: ChunkGroup, hashes: Sequence[bytes]) -> bool:
+    end = len(keys) * group.hashes_per_chunk
+    if end > len(hashes):
+        return False
+    return not end or keys[-1] == make_offload_key(hashes[end - 1], group.index)
 
 
 def to_load(

@@ -46,13 +46,13 @@ from kvoffload.connectors.local.chunking import (
 )
 from kvoffload.connectors.local.live_cache import LocalOperators
 from kvoffload.connectors.local.prefix_search import longest
+from kvoffload.connectors.local.request_states import RequestStates, reference
 from kvoffload.connectors.local.transfers import LoadOutcome, LoadRange, Transfers
 from kvoffload.connectors.offload_requests import (
     LoadBackoff,
     OffloadRequest,
     RequestState,
     UseCounter,
-    new_state,
 )
 from kvoffload.connectors.spans import open_spans
 from kvoffload.core.hashing import BlockHasher
@@ -125,7 +125,7 @@ class LocalConnector:
             self._manager = self._spec.get_manager()
             self._uses = UseCounter(self._manager)
             self._worker = self._spec.open_engine(kv_caches)
-            self._requests: dict[str, RequestState] = {}
+            self._requests = RequestStates(self._groups)
             # An engine that can use any part of a prefix goes on after one short load.
             self._short_loads = LoadBackoff(tolerated=int(self._groups.keeps_prefixes))
             parts = self._manager, self._worker, self._groups, self._requests, self._short_loads
@@ -186,7 +186,9 @@ class LocalConnector:
             return None  # poll could not say which of two loads has ended
         start = given.token_count("num_computed_tokens", num_computed_tokens)
         state, groups = self._state(request), self._groups
-        state.promised = 0
+        if state.promised and (before := state.asked()) is not None:
+            state.is_contested |= before is not request
+        state.asked, state.promised = reference(request), 0
         if start % groups.alignment or self._short_loads.declined(request.request_id):
             return 0
         state.start = start
@@ -249,6 +251,9 @@ class LocalConnector:
         try:
             if not num_external_tokens:
                 return
+            if state.is_contested and state.asked() is not request:
+                self._transfers.refuse(state)
+                return
             promised = given.check_promise(self._groups, num_external_tokens, state.promised)
             end = state.start + promised
             given.check_tables(block_ids, self._groups, end)
@@ -259,12 +264,11 @@ class LocalConnector:
             keys = [state.keys[piece.group][piece.chunk] for piece in pieces]
             job = self._manager.begin_load(keys, state.context)
             if not job.keys:
-                self._transfers.refuse(request.request_id)
+                self._transfers.refuse(state)
                 return
             taken = tuple(pieces[: len(job.keys)])
-            load = LoadRange(request.request_id, state.start, end, taken)
+            load = LoadRange(state, state.start, end, taken)
             self._transfers.begin_load(job, load, block_ids)
-            state.loading = job
         finally:
             self._manager.request_admitted(state.context)
 
@@ -414,10 +418,11 @@ class LocalConnector:
 
         See :meth:`kvoffload.offload.base.Manager.explain`; for people, not for every step.
         """
-        known, state = request.request_id in self._requests, self._state(request)
+        known = self._requests.find(request)
+        state = known or self._state(request)
         self._groups.extend_keys(state.keys, request.block_hashes)
         if not known:
-            del self._requests[request.request_id]
+            self._requests.remove(state)
         return [self._manager.explain(of_group, state.context) for of_group in state.keys]
 
     def note_prefill(self, num_tokens: int, seconds: float) -> None:
@@ -437,17 +442,16 @@ class LocalConnector:
     def _forget(self, request: OffloadRequest, *, again: bool = False) -> bool:
         self._short_loads.gave_up(request.request_id)
         groups, state = self._groups, self._state(request)
-        del self._requests[request.request_id]
+        self._requests.remove(state)
         self._uses.end(state.context, lambda: groups.from_head_to_tail(state.keys), again=again)
         if state.refused:
             self._manager.drop(state.refused)
-        return self._transfers.request_ended(request.request_id, state.loading is not None)
+        return self._transfers.request_ended(state)
 
     def _state(self, request: OffloadRequest) -> RequestState:
-        state = self._requests.get(request.request_id)
-        if state is None:
+        if (state := self._requests.find(request)) is None:
             given.check_request(request)
-            state = self._requests[request.request_id] = new_state(request, len(self._groups.all))
+            state = self._requests.add(request)
         return state
 
     def _count_use(self, state: RequestState, loaded_end: int) -> None:

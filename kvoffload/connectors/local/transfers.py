@@ -1,7 +1,7 @@
 """Transfers of the local connector: submits jobs, takes in results, says how loads ended."""
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from kvoffload.connectors.jobs import JobTable
@@ -33,7 +33,7 @@ class LoadOutcome:
 class LoadRange:
     """The tokens that a request expects of a load job."""
 
-    request_id: str
+    state: RequestState
     start: int
     end: int
     pieces: tuple[Piece, ...]
@@ -47,7 +47,7 @@ class Transfers:
         manager: gets the answers, and counts the tokens that were loaded.
         worker: moves the bytes.
         groups: of the chunks.
-        requests: the connector's requests by id; their loads are marked as ended here.
+        requests: the states of the connector's requests.
         short_loads: counts the loads that brought less than promised.
         spans: gets each job's begin and end.
     """
@@ -57,7 +57,7 @@ class Transfers:
         manager: Manager,
         worker: TransferEngine,
         groups: ChunkGroups,
-        requests: Mapping[str, RequestState],
+        requests: Iterable[RequestState],
         short_loads: LoadBackoff,
         spans: Spans | None = None,
     ) -> None:
@@ -67,10 +67,10 @@ class Transfers:
         self._groups = groups
         self._requests = requests
         self._short_loads = short_loads
-        # Of loads that ended and were not polled.
-        self._outcomes: list[LoadOutcome] = []
-        # Requests that ended in a load, which poll has yet to name.
-        self._ended: set[str] = set()
+        # Of loads that ended and were not polled; None for one that was refused.
+        self._outcomes: list[tuple[RequestState, LoadJob | None, LoadOutcome]] = []
+        # Loads whose requests have ended, which poll has yet to name.
+        self._ended: set[LoadJob] = set()
 
     def begin_store(self, job: Job, pieces: Sequence[Piece], tables: BlockTables) -> None:
         """Submit a store of these parts of chunks, which the job's keys stand for."""
@@ -85,6 +85,7 @@ class Transfers:
         job.blocks, job.waiter = moves.block_ids.tolist(), load
         # A store of the blocks' last owner that still reads them would store what is loaded.
         self.wait_for_blocks(job.blocks)
+        load.state.loads.add(job)
         self.jobs.begin(job.id, job)
         self._worker.submit(job.id, (job.spec, moves), len(job.keys))
 
@@ -96,10 +97,10 @@ class Transfers:
     def poll(self) -> list[LoadOutcome]:
         """Answer the jobs that have ended, begin write-through; return the ended loads."""
         self.take_in()
-        outcomes, self._outcomes = self._outcomes, []
+        ended, self._outcomes = self._outcomes, []
         if self._ended:
-            self._ended.difference_update(outcome.request_id for outcome in outcomes)
-        return outcomes
+            self._ended.difference_update(job for _, job, _ in ended if job is not None)
+        return [outcome for *_, outcome in ended]
 
     def take_in(self) -> None:
         """Do as :meth:`poll`, and keep the ended loads for the next poll."""
@@ -109,7 +110,8 @@ class Transfers:
             # The manager forgets failed chunks before the engine can look them up again.
             job = self.jobs.answer(result)
             if isinstance(job, LoadJob):
-                self._outcomes.append(self._load_ended(job, result))
+                load: LoadRange = job.waiter
+                self._outcomes.append((load.state, job, self._load_ended(job, load, result)))
         for job_id in settled:
             self.jobs.settle(job_id)
         for transfer in self._manager.take_transfers():
@@ -118,43 +120,43 @@ class Transfers:
 
     # ---- loads ----
 
-    def refuse(self, request_id: str) -> None:
-        """End a load at once that found no room in host memory."""
-        self._note_short_load(request_id)
-        self._outcomes.append(LoadOutcome(request_id, 0, ok=False))
+    def refuse(self, state: RequestState) -> None:
+        """End a load at once that found no room in host memory, or is not of its request."""
+        self._note_short_load(state.context.req_id)
+        self._outcomes.append((state, None, LoadOutcome(state.context.req_id, 0, ok=False)))
 
-    def request_ended(self, request_id: str, is_loading: bool) -> bool:
+    def request_ended(self, state: RequestState) -> bool:
         """Return whether :meth:`poll` will name a request that gives up its blocks.
 
-        If not, no outcome may remain: the next owner of its name would take it for its own.
+        If not, no outcome of it may remain: the next owner of its name would take it for its own.
         """
-        if is_loading:
-            self._ended.add(request_id)
-        will_name = self.will_name(request_id)
-        if self._outcomes and not will_name:
-            self._outcomes = [each for each in self._outcomes if each.request_id != request_id]
-        return will_name
+        self._ended |= state.loads
+        state.loads.clear()
+        self._outcomes = [
+            each for each in self._outcomes if each[0] is not state or each[1] in self._ended
+        ]
+        return self.will_name(state.context.req_id)
 
     def will_name(self, request_id: str) -> bool:
         """Whether a request ended in a load that :meth:`poll` has yet to name."""
-        return request_id in self._ended
+        return any(job.waiter.state.context.req_id == request_id for job in self._ended)
 
     def mark_stale(self) -> None:
         """Let loads and stores from before a reset bring nothing; requests store no more."""
         self.jobs.mark_stale()
-        for state in self._requests.values():
+        for state in self._requests:
             state.barred |= state.has_kv
-        self._outcomes = [LoadOutcome(each.request_id, 0, ok=False) for each in self._outcomes]
+        self._outcomes = [
+            (state, job, LoadOutcome(outcome.request_id, 0, ok=False))
+            for state, job, outcome in self._outcomes
+        ]
 
-    def _load_ended(self, job: LoadJob, result: TransferResult) -> LoadOutcome:
+    def _load_ended(self, job: LoadJob, load: LoadRange, result: TransferResult) -> LoadOutcome:
         """Return the outcome of an answered job; a stale job brings nothing."""
-        load: LoadRange = job.waiter
-        state = self._requests.get(load.request_id)
-        waits = state is not None and state.loading is job
-        if state is not None and waits:
-            state.loading = None
+        name, waits = load.state.context.req_id, job in load.state.loads
+        load.state.loads.discard(job)
         if job.stale:
-            return LoadOutcome(load.request_id, 0, ok=False)
+            return LoadOutcome(name, 0, ok=False)
         if not job.sources and len(job.keys) == job.num_asked and all(result.ok):
             end, tokens = load.end, Counter({"CPU": load.end - load.start})
         else:
@@ -168,8 +170,8 @@ class Transfers:
         for medium, number in tokens.items():
             self._manager.figures.hit_tokens[medium.lower()] += number
         if waits and end < load.end:
-            self._note_short_load(load.request_id)
-        return LoadOutcome(load.request_id, end - load.start, end == load.end, dict(tokens))
+            self._note_short_load(name)
+        return LoadOutcome(name, end - load.start, end == load.end, dict(tokens))
 
     def _note_short_load(self, request_id: str) -> None:
         if self._short_loads.note(request_id):
