@@ -114,6 +114,26 @@ def test_a_load_that_ends_in_a_flush_is_named_if_its_request_was_told_to_wait(
     assert names(connector) == ["p"]
 
 
+def test_a_load_that_a_reset_voids_saves_no_token(connector, request_):
+    def saved():
+        return connector.stats()["saved_prefill_tokens"]
+
+    begin_load(connector, request_, FIRST)
+    assert connector.flush()
+    connector.reset_cache()
+    (voided,) = connector.poll()
+    assert (voided.num_loaded_tokens, saved()) == (0, 0)
+    connector.request_finished(request_)
+    connector.after_forward(request_, [STORED], 32)
+    assert connector.flush()
+    connector.request_finished(request_)
+    begin_load(connector, request_, FIRST)
+    assert connector.flush()
+    (loaded,) = connector.poll()
+    assert (loaded.num_loaded_tokens, saved()) == (32, 32)
+    connector.request_finished(request_)
+
+
 MODEL = {
     "num_layers": 1,
     "hidden_size": 32,

@@ -100,7 +100,11 @@ class Transfers:
         ended, self._outcomes = self._outcomes, []
         if self._ended:
             self._ended.difference_update(job for _, job, _ in ended if job is not None)
-        return [outcome for *_, outcome in ended]
+        outcomes = [outcome for *_, outcome in ended]
+        for outcome in outcomes:  # no reset voids them any more
+            for medium, number in outcome.tokens_by_medium.items():
+                self._manager.figures.hit_tokens[medium.lower()] += number
+        return outcomes
 
     def take_in(self) -> None:
         """Do as :meth:`poll`, and keep the ended loads for the next poll."""
@@ -167,8 +171,6 @@ class Transfers:
             }
             end = self._groups.usable(load.start, load.end, arrived)
             tokens = self._groups.tokens_by_medium(load.start, end, arrived)
-        for medium, number in tokens.items():
-            self._manager.figures.hit_tokens[medium.lower()] += number
         if waits and end < load.end:
             self._note_short_load(name)
         return LoadOutcome(name, end - load.start, end == load.end, dict(tokens))
