@@ -73,7 +73,7 @@ class Running:
 def run(tiny, planned, tmp_path, closing):
     """Start engines over host memory and a planned store on a disk."""
 
-    def run(**more):
+    def run(max_num_seqs=16, **more):
         tier = {"type": "planned", **planned.options, "root": str(tmp_path / "kv")}
         offload = {"cpu_bytes": "1MiB", "blocks_per_chunk": 1, "backends": [tier], "io": "thread"}
         settings = {
@@ -81,6 +81,7 @@ def run(tiny, planned, tmp_path, closing):
             "block_size": BLOCK,
             "kv_cache_bytes": 1 << 20,
             "max_model_len": 96,
+            "max_num_seqs": max_num_seqs,
             "offload": offload | more,
         }
         return closing(Running(settings))
@@ -126,6 +127,36 @@ def test_a_prompt_is_found_and_every_tier_can_be_emptied(run, lookup, until):
     assert clear("--tier", "cpu") == ["cpu"]
     assert lookup() == {"cpu": 0, "planned": CHUNKS}
     assert engine.generate(PROMPT) == [(told, {"PLANNED"})]
+
+
+def test_clears_beside_a_queue_change_no_output_and_leave_nothing(run, lookup, until):
+    engine = run(max_num_seqs=1, cpu_bytes="64KiB", waiting_share=0.5)
+    connector = engine.engine.connector
+    prompts = [[i, *PROMPT[1:]] for i in range(1, 9)]
+    told = [answer for answer, _ in engine.generate(*prompts)]
+
+    def serve():
+        found = []
+        for _ in range(8):
+            assert engine.engine.manager.reset_prefix_cache()
+            found += engine.engine.generate(prompts, GREEDY)
+        return [each.token_ids for each in found]
+
+    def kept():
+        return connector.stats()["queue_kept_bytes"]
+
+    in_time, answer = 0, engine.begin(serve)
+    for words in (("--tier", "planned"), ("--tier", "cpu"), ()) * 2:
+        until(lambda: kept() or not answer.empty())
+        in_time += bool(kept())
+        clear(*words, "--yes")
+    assert answer.get(timeout=60) == told * 8
+    assert in_time, "no clear came while a request kept chunks"
+    engine.begin(lambda: connector.flush() or connector.check()).get(timeout=60)
+    until(lambda: not connector.stats()["host_chunks_busy"])
+    assert kept() == 0
+    assert clear("--yes") == ["cpu", "planned"]
+    assert lookup() == {"cpu": 0, "planned": 0}
 
 
 def test_another_engine_of_the_namespace_finds_what_is_stored_after_a_clear(run, lookup, until):
