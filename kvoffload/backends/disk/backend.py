@@ -383,7 +383,7 @@ class DiskBackend(ThreadPoolBackend):
 
     def _write_manifest(self, facts: Mapping[str, str]) -> None:
         store, folder = self._store, self._store.folder(0)
-        temporary = partial(store.root.writer.temporary, counted=False)
+        temporary = partial(store.root.temporary, counted=False)
         with self._describing:
             try:
                 manifest.write(store.vfs, folder, self.namespace, facts, temporary)

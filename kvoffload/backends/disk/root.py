@@ -111,6 +111,10 @@ class RootHandle:
             self.quota.release(freed)
         self._look_for_older()
 
+    def temporary(self, *, counted: bool = True) -> str:
+        """Return a new path among the temporary files of this process."""
+        return self.writer.temporary(counted=counted)
+
     def is_alone(self) -> bool:
         """Return whether no other process has the root open; raises OSError."""
         return count_alive(self.vfs, self.path) <= 1  # the own one counts as well

@@ -72,7 +72,7 @@ class Scanner:
             if name.startswith(own) and name not in store.segments
         ]
         try:
-            temporary = store.root.writer.temporary(counted=False)
+            temporary = store.root.temporary(counted=False)
             snapshot.save(store.vfs, f"{store.folder(0)}/{SNAPSHOT}", temporary, sizes)
         except OSError as error:
             store.count("snapshot_failed")

@@ -312,9 +312,8 @@ class Segments(Places):
                 segment.is_own = True
                 self._own[slot_bytes] = i
                 return i
-        writer = self._host.root.writer
         stem = f"{self._host.folder(0)}/{SEGMENTS}/{secrets.token_hex(8)}"
-        temporary = writer.temporary(counted=False)
+        temporary = self._host.root.temporary(counted=False)
         made = make_segment(self._files, stem, temporary, slot_bytes, durable=self._durable)
         self._own[slot_bytes] = number = self._add(made)
         return number

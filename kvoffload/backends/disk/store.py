@@ -81,7 +81,7 @@ class DiskStore(Counts):
             remedy = f"must be a folder this process can write ({name}: {error.strerror})"
             raise ConfigError("root", self.path, remedy) from error
         try:
-            scratch = self.root.writer.temporary(counted=False)
+            scratch = self.root.temporary(counted=False)
             self.io_mode, self.io_reason = choose_io(vfs, self.path, scratch, options.io)
         except BaseException:
             self.root.close()
@@ -89,9 +89,10 @@ class DiskStore(Counts):
         self.room = CacheRoom(self.path) if self.io_mode == "auto" else None
         direct = self.io_mode != "buffered"
         chunks = ChunkFiles(vfs, direct=direct, room=self.room, durable=self._durable)
-        self.files = Files(vfs, chunks, self._digest, self.path_of, self._temporary)
+        self.files = Files(vfs, chunks, self._digest, self.path_of, self.root.temporary)
         self.segments = Segments(vfs, self, durable=self._durable)
-        self.slots = Slots(vfs, chunks, self._digest, self.segments, self._uncounted)
+        uncounted = partial(self.root.temporary, counted=False)
+        self.slots = Slots(vfs, chunks, self._digest, self.segments, uncounted)
         self.why_no_slots = probe_holes(vfs, scratch)
         """Why the file system cannot have chunks in slots; None: it can."""
         if self.why_no_slots is not None:
@@ -162,12 +163,6 @@ class DiskStore(Counts):
         """Note that other processes removed chunks."""
         for name in names:
             self.note_removed(name, "vanished")
-
-    def _temporary(self) -> str:
-        return self.root.writer.temporary()
-
-    def _uncounted(self) -> str:
-        return self.root.writer.temporary(counted=False)
 
     # ---- figures ---------------------------------------------------------------------------
 

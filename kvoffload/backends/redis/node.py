@@ -117,9 +117,7 @@ class Node:
 
     # ---- requests ------------------------------------------------------------------------------
 
-    def run(
-        self, request: Request, talk: Callable[[Connection], T | ServerError]
-    ) -> T | ServerError:
+    def run(self, request: Request, talk: Callable[[Connection], T]) -> T:
         """Call ``talk`` with a connection, to send a command and read its reply.
 
         Handles an error reply: keeps the connection, or ends it and counts a failure.
@@ -156,8 +154,6 @@ class Node:
             return numbers
 
         replies = self.run(request, talk)
-        if isinstance(replies, ServerError):
-            return [replies] * count
         errors = {each.code: each for each in replies if isinstance(each, ServerError)}
         for error in errors.values():
             self._judge(error, request.connection, request)
@@ -274,12 +270,7 @@ class Node:
             self._address, self.server = address, server
         self._count("connected")
 
-    def _talk(
-        self,
-        connection: Connection,
-        request: Request,
-        talk: Callable[[Connection], T | ServerError],
-    ) -> T | ServerError:
+    def _talk(self, connection: Connection, request: Request, talk: Callable[[Connection], T]) -> T:
         began = time.monotonic()
         try:
             if request.asking:
