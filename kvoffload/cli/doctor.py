@@ -1,6 +1,7 @@
 """``kvoffload doctor``: are these stores fit to be tiers, and what should be changed?"""
 
 import json
+import os
 from typing import Annotated
 
 import typer
@@ -40,7 +41,7 @@ def command(
         findings = server_findings(target)
         _tell(findings, as_json)
     elif config is None:
-        findings = run_on("doctor", target, kind, option, lambda store: store.diagnose())
+        findings = _of_store(target, kind, option)
         _tell(findings, as_json)
     elif target or kind or option:
         raise ConfigError("--config", config, "names all stores: leave target, --type and -o out")
@@ -48,6 +49,17 @@ def command(
         findings = _of_settings(config, engine, as_json)
     if any(finding.verdict == "failed" for finding in findings):
         raise typer.Exit(1)
+
+
+def _of_store(target: str | None, kind: str | None, option: list[str] | None) -> list[Finding]:
+    """Examine one store. A path with nothing there may be meant as a folder or as a socket."""
+    try:
+        return run_on("doctor", target, kind, option, lambda store: store.diagnose())
+    except ConfigError as error:
+        if kind or not target or error.field != "root" or os.path.lexists(target):
+            raise
+        remedy = f"{error.remedy}; a server's socket is there once kvoffload serve runs"
+        raise ConfigError(error.field, error.value, remedy) from None
 
 
 def _of_settings(given: str, engine: Engine, as_json: bool) -> list[Finding]:

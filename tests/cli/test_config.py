@@ -301,6 +301,13 @@ def test_a_doctor_examines_every_tier_of_a_configuration_with_one_exit_code(
     assert out.startswith('warning: without "kv_load_failure_policy"')
 
 
+def test_a_doctor_of_a_path_with_nothing_there_names_a_folder_and_a_server(doctor, tmp_path):
+    """Whoever makes a folder where the socket belongs keeps the server from starting."""
+    code, _, err = doctor(str(tmp_path / "s"))
+    assert code == 2
+    assert f"mkdir -m 700 {tmp_path}/s; a server's socket is there once kvoffload serve runs" in err
+
+
 @pytest.mark.parametrize("more", [["/tmp"], ["--type", "disk"], ["-o", "capacity=1GiB"]])
 def test_a_doctor_examines_a_configuration_or_a_store(doctor, more):
     code, out, err = doctor("--config", "{}", *more)
@@ -390,7 +397,7 @@ def test_the_extra_config_of_sglang_is_checked_as_its_engine_does(kvoffload, tmp
     file.write_text(json.dumps({**OF_SGLANG, **ON_DISK, "staging_bytes": "1GiB"}))
     assert "host memory: 1.0 GiB" in check(f"@{file}")[1]
     for wrong, says in (
-        ({"cpu_bytes": "8GiB"}, "--hicache-size"),
+        ({"cpu_bytes": "8GiB"}, "does not apply under SGLang (source: the command line); host"),
         ({"prefetch_treshold": 64}, "unknown key"),
         ({"backends": []}, "name a tier"),
         ({"backends": [{"type": "disk", "root": "/kv", "capacty": 1}]}, "did you mean 'capacity'?"),
@@ -398,7 +405,7 @@ def test_the_extra_config_of_sglang_is_checked_as_its_engine_does(kvoffload, tmp
         code, _, errors = check(json.dumps({**OF_SGLANG, **ON_DISK, **wrong}))
         assert (code, says in errors) == (2, True)
     code, _, errors = check(json.dumps(OF_SGLANG), KVOFFLOAD_SETTING_POLICY="lru")
-    assert (code, "from the environment" in errors) == (2, True)
+    assert (code, "(source: environment)" in errors) == (2, True)
 
 
 def test_what_sglang_needs_to_find_the_storage_is_warned_of(kvoffload):

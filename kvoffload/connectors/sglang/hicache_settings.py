@@ -102,7 +102,7 @@ def gather_settings(
     settings, sources = gather(ours, HiCacheSettings.__struct_fields__, source=source)
     for name, value in settings.items():
         if name in NOT_HERE:
-            remedy = f"comes from the {sources[name]} and does not apply under SGLang"
+            remedy = f"does not apply under SGLang (source: {sources[name]})"
             raise ConfigError(name, value, f"{remedy}; {NOT_HERE[name]}")
     if not settings.get("backends") and not settings.get("serve"):
         remedy = 'name a tier, or more, such as [{"type": "disk", "root": "/var/cache/kv"}]'
