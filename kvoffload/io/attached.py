@@ -45,6 +45,8 @@ class AttachedServer:
             self.close()
             what = f"serve = {path!r}: {error.strerror or error}"
             remedy = "start kvoffload serve there, as the user of the engines"
+            if isinstance(error, PermissionError):
+                remedy = "run server, engines and commands as one user"
             raise OSError(f"{what}; {remedy}") from None
         except BaseException:
             self.close()

@@ -14,6 +14,7 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
+from kvoffload.cli.server_check import server_findings
 from kvoffload.config import parse_config
 from kvoffload.errors import ConfigError
 from kvoffload.io import greeting
@@ -369,6 +370,13 @@ def test_an_engine_of_another_user_is_refused(one_server):
     subprocess.run([sys.executable, "-c", connect], cwd=folder, check=True)
     assert "belongs to user 65534, not to 0" in one_server.log
     assert serves(Talk(one_server.path).greet())
+
+
+def test_an_engine_is_told_that_the_server_is_another_users(one_server, monkeypatch):
+    monkeypatch.setattr("kvoffload.io.greeting.peer", lambda _: (7, 12345))
+    (finding,) = server_findings(one_server.path)
+    assert "belongs to user 12345" in finding.detail
+    assert finding.remedy == "run server, engines and commands as one user"
 
 
 # ---- settings and sockets ----
