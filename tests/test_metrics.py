@@ -353,8 +353,9 @@ def test_an_address_of_ipv6_may_be_given():
 def test_a_port_in_use_is_an_error_that_names_it(serving):
     first, _ = serving()
     port = first.config.metrics_port
-    with pytest.raises(ConfigError, match=f"metrics_port = {port}: cannot be listened on"):
+    with pytest.raises(ConfigError, match=f"metrics_port = {port}: cannot be listened on") as told:
         serving(metrics_port=port)
+    assert told.value.remedy.endswith("; take another, or end what has it: ss -ltnp names it")
 
 
 def test_a_rank_whose_port_would_be_past_the_last_one_is_refused():

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import errno
 import logging
 import socket
 import threading
@@ -77,6 +78,8 @@ class MetricsServer:
         except (OSError, OverflowError) as error:  # a rank's port may be past the last one
             reason = getattr(error, "strerror", None) or error
             remedy = f"cannot be listened on at {host}: {reason}; take another"
+            if getattr(error, "errno", None) == errno.EADDRINUSE:  # as by an engine that was killed
+                remedy += ", or end what has it: ss -ltnp names it"
             raise ConfigError("metrics_port", port, remedy) from error
         self._loop = asyncio.SelectorEventLoop()
         self._closing = asyncio.Event()
