@@ -144,8 +144,8 @@ class TierIO:
             return
         if is_shared:
             log.info(
-                "reset: %s load nothing more of what they stored before, and do not erase it; "
-                "kvoffload gc --namespace %s erases it",
+                "reset: tiers load nothing of what they stored before, and do not erase it: %s; "
+                "kvoffload gc STORE --namespace %s erases it",
                 ", ".join(self.client.tiers),
                 short(before),
             )

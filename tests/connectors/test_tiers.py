@@ -52,7 +52,7 @@ def test_a_reset_says_that_tiers_are_not_erased_and_what_erases_them(
     (line,) = [message for message in caplog.messages if message.startswith("reset: ")]
     assert "do not erase it" in line
     connector.close()
-    (command,) = re.findall(r"gc (--namespace \S+)", line)
+    (command,) = re.findall(r"kvoffload gc STORE (--namespace \S+)", line)
     assert "removed 5 chunks" in kvoffload("gc", str(tmp_path), *command.split()).stdout
     assert not stored_in(tmp_path)
 
