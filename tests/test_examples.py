@@ -135,6 +135,7 @@ def test_the_guide_to_begin_with_runs_from_its_settings_to_a_hit(tmp_path, pytho
     computed, loaded = re.findall(r"^loaded: (\{.*?\})", done.stdout, re.MULTILINE)
     assert computed == "{'GPU': 0}"
     assert re.fullmatch(r"\{'GPU': 0, 'DISK': [1-9]\d+\}", loaded)
+    assert "│ demo-8x512 │" in done.stdout  # not a whole configuration, which fills a terminal
     assert " 0 damaged" in done.stdout
 
 

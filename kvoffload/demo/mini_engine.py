@@ -70,7 +70,8 @@ class Engine:
                     "engine": "mini_engine",
                     "weights": fingerprint(state),
                     # What else the numbers come from: positions, windows, norms...
-                    "model": msgspec.json.encode(shape, order="sorted").decode(),
+                    "config": msgspec.json.encode(shape, order="sorted").decode(),
+                    "model": f"demo-{shape.num_layers}x{shape.hidden_size}",  # for reports alone
                     "device": device.type,
                     "dtype": config.dtype,
                     "attention": self.runner.attention_name,
