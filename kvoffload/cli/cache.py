@@ -88,7 +88,7 @@ def lookup(
     sock = _chosen(engine)
     if prompt is None:
         facts = _ask(sock, Describe()).engine
-        prompt = _tokenized(words, model or (facts.tokenizer if facts else ""))
+        prompt = _tokenized(words, model or (facts.tokenizer if facts else ""), text or "")
     answer = _ask(sock, Lookup(prompt, salt), ORDER_S)
     if answer.found is None:
         fail(f"engine {sock.engine}: {answer.error}")
@@ -200,13 +200,13 @@ def _parsed(text: str) -> list[int]:
     return [int(word) for word in words]
 
 
-def _tokenized(text: str, model: str) -> list[int]:
+def _tokenized(text: str, model: str, source: str) -> list[int]:
     """Return a text's token ids, as vLLM's completions have them; downloads nothing."""
     try:
         from transformers import AutoTokenizer
     except ImportError:
         remedy = "needs the package transformers; run this in the engine's environment"
-        raise ConfigError("text", "", remedy) from None
+        raise ConfigError("text", source, remedy) from None
     if not model:
         raise ConfigError("model", None, "this engine has no tokenizer: name its folder")
     try:
