@@ -4,6 +4,7 @@ import json
 import math
 import re
 import time
+import urllib.error
 import urllib.request
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -159,7 +160,10 @@ def _read(target: str, option: list[str] | None) -> Reading:
     try:
         page = fetch(target)
     except (OSError, HTTPException, ValueError) as error:
-        fail(f"{target} cannot be read: {error}")
+        reason = error.reason if type(error) is urllib.error.URLError else error
+        if isinstance(reason, ConnectionRefusedError):
+            reason = "nothing listens there; the port is vLLM's, or metrics_port of another engine"
+        fail(f"{target} cannot be read: {reason}")
     reading = of_page(page)
     if not reading.tiers:
         raise ConfigError("target", target, "has no metric of kvoffload; is it the engine's port?")
