@@ -23,7 +23,7 @@ import tempfile
 import time
 import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -83,9 +83,9 @@ class Server:
                 start_new_session=True,
                 env={**os.environ, "SGLANG_USE_CPU_ENGINE": "1", "HF_HUB_OFFLINE": "1"},
             )
-        self._wait_ready()
 
-    def _wait_ready(self, timeout_s: float = 300.0) -> None:
+    def wait_ready(self, timeout_s: float = 300.0) -> None:
+        """Wait until it serves; end the demo if it does not."""
         until = time.monotonic() + timeout_s
         while time.monotonic() < until:
             if self.process.poll() is not None:
@@ -120,7 +120,8 @@ class Server:
 
     def kill(self) -> None:
         """End the whole process group at once: nothing can be tidied up."""
-        os.killpg(self.process.pid, signal.SIGKILL)
+        with suppress(ProcessLookupError):  # it has ended by itself
+            os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
 
 
@@ -129,6 +130,7 @@ def serving(model: str, folder: Path, extra: dict[str, Any] | None) -> Iterator[
     """Serve until the end of the block; then kill."""
     server = Server(model, folder, extra)
     try:
+        server.wait_ready()
         yield server
     finally:
         server.kill()
@@ -157,6 +159,8 @@ def wait_for_disk(root: Path, quiet_s: float = 2.0) -> None:
 
 def main() -> None:
     """Run the demo and print its table."""
+    # Servers have process groups of their own, which a signal to the demo does not reach.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="a smaller model, fewer prompts")
     parser.add_argument("--out", type=Path, help="where to keep the report and the logs")

@@ -80,9 +80,9 @@ class Server:
                     "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(os.cpu_count())),
                 },
             )
-        self._wait_ready()
 
-    def _wait_ready(self, timeout_s: float = 300.0) -> None:
+    def wait_ready(self, timeout_s: float = 300.0) -> None:
+        """Wait until it serves; end the demo if it does not."""
         until = time.monotonic() + timeout_s
         while time.monotonic() < until:
             if self.process.poll() is not None:
@@ -145,6 +145,7 @@ def serving(*args: Any) -> Iterator[Server]:
     """Serve for a while."""
     server = Server(*args)
     try:
+        server.wait_ready()
         yield server
     finally:
         server.kill()
@@ -174,6 +175,8 @@ def converse(server: Server, openings: list[list[int]], max_tokens: int) -> dict
 
 def main() -> None:
     """Run the demo and print its table."""
+    # Servers have process groups of their own, which a signal to the demo does not reach.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="a smaller model, shorter prompts")
     parser.add_argument("--out", type=Path, help="where to keep the report and the logs")
