@@ -111,14 +111,14 @@ async def test_an_evictor_that_cannot_read_its_lease_once_makes_no_new_listing(t
     assert await evictions(backend)
     evictor, keeper = backend._housekeeper._evictor, backend._housekeeper
     assert await until(lambda: evictor._scan is None and evictor._goal_bytes is None)
-    scans, files = evictor.scans, len(evictor._oldest)
-    assert files > 8
+    scans = evictor.scans
+    assert len(evictor._oldest) > 16
     vfs.calls, vfs.nth = 0, 1
     keeper.room._wake()
     assert await until(lambda: vfs.calls > 2 and keeper.is_evictor)
     assert backend.counters()["lease_unusable"] == 1
     assert evictor.scans == scans
-    assert len(evictor._oldest) == files
+    assert len(evictor._oldest) > 8  # an eviction may have gone on meanwhile
     await backend.close()
 
 
