@@ -361,18 +361,16 @@ class MessageReader:
                     raise msgspec.DecodeError(f"a message of {length} bytes")
                 if after > end:
                     break
-                message = self._decoded(view[body:after])
+                try:
+                    message = self._decoder.decode(view[body:after])
+                except msgspec.ValidationError as error:
+                    field = _field(view[body:after], str(error))
+                    raise msgspec.ValidationError(f"{field}{error}") from None
+                except UnicodeDecodeError as error:
+                    raise msgspec.DecodeError(f"a text of a message is none: {error}") from None
                 start = after
                 yield message
         del self._buffer[:start]
-
-    def _decoded(self, data: memoryview) -> Any:
-        try:
-            return self._decoder.decode(data)
-        except msgspec.ValidationError as error:
-            raise msgspec.ValidationError(f"{_field(data, str(error))}{error}") from None
-        except UnicodeDecodeError as error:
-            raise msgspec.DecodeError(f"a text of a message is none: {error}") from None
 
 
 _FIELD = re.compile(r"`\$\[(\d+)\]")

@@ -255,7 +255,8 @@ class TieredOffloadingManager(OffloadingManager):
         """End a load or read chunk by chunk; return the chunks that arrived from tiers."""
         ended = self._staging.end_load(job, ok, settled)
         failed = [*ended.lost, *ended.missed]
-        self.waiting.stored(ended.arrived)
+        if self.waiting.requests or self._host.claims:
+            self.waiting.stored(ended.arrived)
         if failed and not job.reset:  # or they are other chunks of these names
             self._events.reasons.note(failed, reason or Reason.FAILED)
             self._events.removed(ended.lost, Reason.FAILED)
@@ -332,8 +333,9 @@ class TieredOffloadingManager(OffloadingManager):
             stored, failed = self._staging.end_store(stored, ok, settled)
             self._not_stored[HOST, "failed"] += len(failed)
             self._events.reasons.note(failed, Reason.FAILED)
-        self.waiting.stored(stored)
-        self.waiting.lost(failed)
+        if self.waiting.requests or self._host.claims:
+            self.waiting.stored(stored)
+            self.waiting.lost(failed)
         if stored:
             if self._caching:
                 self._events.stored(stored)
