@@ -68,7 +68,7 @@ def test_settings_come_from_the_environment_and_its_file_as_well(tmp_path, monke
 
 def test_what_the_environment_cannot_set_here_is_refused_with_its_source(monkeypatch):
     monkeypatch.setenv("KVOFFLOAD_SETTING_CPU_BYTES", "8GiB")
-    with pytest.raises(ConfigError, match=r"cpu_bytes.*from the environment.*--hicache-size"):
+    with pytest.raises(ConfigError, match=r"cpu_bytes.*source: environment.*--hicache-size"):
         read_settings({**OF_SGLANG, "backends": [DISK]})
 
 

@@ -172,7 +172,8 @@ async def test_a_record_that_a_listing_misses_costs_no_chunk(tmp_path):
         two._housekeeper.room._wake()
         assert await until(lambda turn=turn: missed["turns"] > turn)
     assert two.usage().gauges["hosts"] == 2
-    assert two.usage().resident_bytes <= resident + ON_DISK
+    # A scan that misses a record as it begins counts so much more for what it does not know.
+    assert two.usage().resident_bytes <= resident + two._housekeeper._evictor._of_newcomer
     assert two.counters()["evicted"] <= evicted + 8
     await one.close()
     await two.close()
