@@ -57,7 +57,7 @@ class Hits:
         return self.blocks / self.accesses if self.accesses else 0.0
 
 
-def _reported(requests: Iterable[Keys], progress: Progress | None) -> Iterator[Keys]:
+def _reported(requests: Sequence[Keys], progress: Progress | None) -> Iterator[Keys]:
     """Hand out the requests, telling ``progress``."""
     if progress is None:
         yield from requests
@@ -66,10 +66,9 @@ def _reported(requests: Iterable[Keys], progress: Progress | None) -> Iterator[K
     for at, request in enumerate(requests):
         yield request
         since += len(request)
-        if at % _REPORT_EVERY == 0:
+        if at % _REPORT_EVERY == 0 or at == len(requests) - 1:
             progress(since)
             since = 0
-    progress(since)
 
 
 class Level:
@@ -114,7 +113,7 @@ class Level:
 
 
 def replay(
-    requests: Iterable[Keys],
+    requests: Sequence[Keys],
     policy: Policy,
     capacity: int,
     progress: Progress | None = None,
@@ -125,7 +124,7 @@ def replay(
 
 
 def replay_levels(
-    requests: Iterable[Keys],
+    requests: Sequence[Keys],
     levels: Sequence[Level],
     progress: Progress | None = None,
     weights: Weights = WHOLE,
@@ -163,7 +162,7 @@ def _leading(found: Iterable[bool]) -> int:
     return sum(takewhile(bool, found))
 
 
-def infinite(requests: Iterable[Keys], weights: Weights = WHOLE) -> Hits:
+def infinite(requests: Sequence[Keys], weights: Weights = WHOLE) -> Hits:
     """Count the hits of a store that holds everything."""
     found = Hits()
     held: set[bytes] = set()

@@ -369,12 +369,13 @@ class KVOffloadWorker(OffloadingConnectorWorker):  # type: ignore[misc]  # untyp
         if self._presence is not None and self._is_met:
             self._report.presence = self._presence.take_parts()
             self._report.answers = self._presence.take_answers()
-            if (down := self._presence.take_down()) is not None:
-                self._report.down[self._info.rank] = down
 
     def _report_figures(self) -> None:
         if self._spec is not None:
             self._report.figures[self._info.rank] = packed(self._transfers.figures.samples())
+        presence = self._presence if self._is_met else None
+        if presence is not None and (down := presence.take_down()) is not None:
+            self._report.down[self._info.rank] = down
 
     def shutdown(self) -> None:
         """Release threads, stores and memory."""
