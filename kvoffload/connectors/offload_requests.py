@@ -50,8 +50,8 @@ class RequestState:
     """Returns the object that last stood for the request, while it is alive."""
     asked: Callable[[], OffloadRequest | None] = lambda: None
     """The same, of the last lookup."""
-    is_contested: bool = False
-    """Whether two such objects were promised tokens: what the last one was promised counts."""
+    outbid: list[Callable[[], OffloadRequest | None]] = field(default_factory=list)
+    """The same, of lookups before, by other objects: what was promised last counts alone."""
     has_kv: bool = False
     """Whether it was admitted: it has computed or loaded some of its KV cache, or may have."""
     barred: bool = False

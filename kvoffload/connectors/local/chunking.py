@@ -172,6 +172,13 @@ class ChunkGroups:
         """Whether keys are of leading chunks of a prompt with these hashes."""
         return all(_are_of(keys[group.index], group, hashes) for group in self.offloaded)
 
+    def agree(self, keys: Keys, hashes: Sequence[bytes]) -> bool:
+        """Whether keys and hashes are of one prompt, as far as both reach."""
+        return all(
+            _are_of(keys[group.index][: len(hashes) // group.hashes_per_chunk], group, hashes)
+            for group in self.offloaded
+        )
+
     # ---- what was loaded ----
 
     def usable(self, start: int, end: int, good: Iterable[tuple[int, int]]) -> int:

@@ -69,6 +69,9 @@ __all__ = ["BlockTables", "LoadOutcome", "LocalConnector", "OffloadRequest"]
 
 log = logging.getLogger(__name__)
 
+MOST_OUTBID = 8
+"""Objects of one name that are remembered, as another one was promised tokens after them."""
+
 
 class LocalConnector:
     """Attaches offloading to an engine in the same process; see the module's table of calls.
@@ -186,8 +189,8 @@ class LocalConnector:
             return None  # poll could not say which of two loads has ended
         start = given.token_count("num_computed_tokens", num_computed_tokens)
         state, groups = self._state(request), self._groups
-        if state.promised and (before := state.asked()) is not None:
-            state.is_contested |= before is not request
+        if state.promised and (before := state.asked()) is not None and before is not request:
+            state.outbid = [*state.outbid, state.asked][-MOST_OUTBID:]
         state.asked, state.promised = reference(request), 0
         if start % groups.alignment or self._short_loads.declined(request.request_id):
             return 0
@@ -251,7 +254,7 @@ class LocalConnector:
         try:
             if not num_external_tokens:
                 return
-            if state.is_contested and state.asked() is not request:
+            if state.asked() is not request and any(each() is request for each in state.outbid):
                 self._transfers.refuse(state)
                 return
             promised = given.check_promise(self._groups, num_external_tokens, state.promised)
@@ -441,7 +444,8 @@ class LocalConnector:
 
     def _forget(self, request: OffloadRequest, *, again: bool = False) -> bool:
         self._short_loads.gave_up(request.request_id)
-        groups, state = self._groups, self._state(request)
+        groups = self._groups
+        state = self._requests.find_to_end(request) or self._state(request)
         self._requests.remove(state)
         self._uses.end(state.context, lambda: groups.from_head_to_tail(state.keys), again=again)
         if state.refused:

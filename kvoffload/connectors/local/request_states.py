@@ -41,11 +41,21 @@ class RequestStates:
                 return state
         return None
 
+    def find_to_end(self, request: OffloadRequest) -> RequestState | None:
+        """Do as :meth:`find` for one that ends; its object may have fewer hashes, or none."""
+        if (state := self.find(request)) is not None:
+            return state
+        states, hashes = self._of_name.get(request.request_id, ()), request.block_hashes
+        return next((each for each in states if self._groups.agree(each.keys, hashes)), None)
+
     def add(self, request: OffloadRequest) -> RequestState:
         """Make the state of a request that has none."""
         state = new_state(request, len(self._groups.all))
         state.owner = reference(request)
-        self._of_name.setdefault(request.request_id, []).append(state)
+        states = self._of_name.setdefault(request.request_id, [])
+        # Its hashes may have changed, or a namesake had its prefix: its KV cache may be older.
+        state.barred = any(each.barred for each in states)
+        states.append(state)
         return state
 
     def remove(self, state: RequestState) -> None:
