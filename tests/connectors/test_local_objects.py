@@ -1,5 +1,6 @@
 """Other objects for one request: an engine may make one for each call, or one that has the name."""
 
+import sys
 from dataclasses import dataclass, field
 
 import pytest
@@ -108,3 +109,38 @@ def test_a_request_whose_hashes_change_after_a_reset_stores_nothing(connect, new
     assert connector.get_num_new_matched_tokens(looked_up, 0) == 0
     for request in (after, before, looked_up):
         connector.request_finished(request)
+
+
+def test_a_lookup_takes_as_many_calls_however_many_requests_have_ended_in_a_load(
+    connect, new_request
+):
+    connector = connect({"type": "memory", "capacity": "1MiB"})
+    stored(connector, new_request("a", PROMPT))
+
+    def calls():
+        number = 0
+
+        def count(frame, event, argument):
+            nonlocal number
+            number += event == "call"
+
+        request = new_request("b", PROMPT)
+        connector.get_num_new_matched_tokens(request, 0)
+        sys.setprofile(count)
+        try:
+            connector.get_num_new_matched_tokens(request, 0)
+        finally:
+            sys.setprofile(None)
+        connector.request_finished(request)
+        return number
+
+    numbers = []
+    for i in range(50):
+        request = new_request("a", PROMPT, request_id=f"{i}")
+        assert connector.get_num_new_matched_tokens(request, 0) == 2 * CHUNK
+        connector.update_state_after_alloc(request, LOADED, 2 * CHUNK)
+        assert connector.request_finished(request) is True
+        numbers.append(calls())
+    assert numbers[-1] == numbers[0]
+    assert connector.flush()
+    assert len(connector.poll()) == 50

@@ -69,8 +69,8 @@ class Transfers:
         self._short_loads = short_loads
         # Of loads that ended and were not polled; None for one that was refused.
         self._outcomes: list[tuple[RequestState, LoadJob | None, LoadOutcome]] = []
-        # Loads whose requests have ended, which poll has yet to name.
-        self._ended: set[LoadJob] = set()
+        # Name of ended requests → their loads, which poll has yet to name.
+        self._ended: dict[str, set[LoadJob]] = {}
 
     def begin_store(self, job: Job, pieces: Sequence[Piece], tables: BlockTables) -> None:
         """Submit a store of these parts of chunks, which the job's keys stand for."""
@@ -98,8 +98,12 @@ class Transfers:
         """Answer the jobs that have ended, begin write-through; return the ended loads."""
         self.take_in()
         ended, self._outcomes = self._outcomes, []
-        if self._ended:
-            self._ended.difference_update(job for _, job, _ in ended if job is not None)
+        for _, job, outcome in ended if self._ended else ():
+            to_name = self._ended.get(outcome.request_id)
+            if to_name is not None and job is not None:
+                to_name.discard(job)
+                if not to_name:
+                    del self._ended[outcome.request_id]
         outcomes = [outcome for *_, outcome in ended]
         for outcome in outcomes:  # no reset voids them any more
             for medium, number in outcome.tokens_by_medium.items():
@@ -134,16 +138,19 @@ class Transfers:
 
         If not, no outcome of it may remain: the next owner of its name would take it for its own.
         """
-        self._ended |= state.loads
-        state.loads.clear()
+        name = state.context.req_id
+        if state.loads:
+            self._ended.setdefault(name, set()).update(state.loads)
+            state.loads.clear()
+        to_name = self._ended.get(name, ())
         self._outcomes = [
-            each for each in self._outcomes if each[0] is not state or each[1] in self._ended
+            each for each in self._outcomes if each[0] is not state or each[1] in to_name
         ]
-        return self.will_name(state.context.req_id)
+        return bool(to_name)
 
     def will_name(self, request_id: str) -> bool:
         """Whether a request ended in a load that :meth:`poll` has yet to name."""
-        return any(job.waiter.state.context.req_id == request_id for job in self._ended)
+        return request_id in self._ended
 
     def mark_stale(self) -> None:
         """Let loads and stores from before a reset bring nothing; requests store no more."""
