@@ -18,7 +18,9 @@ from kvoffload.offload.base import ReqContext
 from kvoffload.offload.host_cache import HostCache
 
 COMPARED, COMPARED_REQUESTS = 2048, 32
-"""Claims, and requests with claims, that one call compares with the chunks that are gone."""
+"""Claims, and requests with claims, that one call compares with the chunks that are gone.
+
+Of the requests that it goes on with, it compares as many claims again."""
 
 
 @dataclass(eq=False, slots=True)
@@ -49,6 +51,8 @@ class QueuedRequest:
     """Leading chunks that host memory had when it came."""
     num_kept: int = 0
     """Leading chunks that have its claim."""
+    num_lost: int = 0
+    """How often chunks had gone when its claims were last compared with them, and were good."""
     has_waited: bool = False
     """Whether it waits for a step, at least."""
     is_pending: bool = False
@@ -113,8 +117,12 @@ class Claims:
         self.gone: set[OffloadKey] = set()
         """Claimed chunks that are gone, and have not come again: claims on them, and on those
         behind them, end little by little."""
+        self._num_lost = 0
+        """How often chunks have gone."""
         self._compared: QueuedRequest | None = None
         """The last request whose claims were compared with them."""
+        self._may_compare = 0
+        """How many claims may be compared with them yet."""
         self._more: dict[OffloadKey, int] = {}
         """How many requests beyond the first have a claim on a chunk."""
         self.served: QueuedRequest | None = None
@@ -311,18 +319,31 @@ class Claims:
 
     # ---- chunks that are gone ----
 
-    def lost(self, keys: Collection[OffloadKey]) -> None:
-        """Note chunks that are gone, or will not come: :meth:`end_lost` ends the claims on them."""
-        self.gone.update(filter(self._host.claims.__contains__, keys))
+    def lost(self, keys: Collection[OffloadKey]) -> bool:
+        """Note chunks that are gone, or will not come: :meth:`end_lost` ends the claims on them.
+
+        Returns:
+            Whether there are claims on them.
+        """
+        claimed = [*filter(self._host.claims.__contains__, keys)]
+        self._num_lost += bool(claimed)
+        self.gone.update(claimed)
+        return bool(claimed)
 
     def came(self, keys: Collection[OffloadKey]) -> None:
         """Note chunks that host memory has now: claims on them that have not ended are good."""
         self.gone.difference_update(keys)
 
     def has_lost(self, request: QueuedRequest) -> bool:
-        """Whether a request has a claim on a chunk that is gone."""
-        kept = islice(request.keys, request.num_kept)
-        return bool(self.gone) and not self.gone.isdisjoint(kept)
+        """Whether a request has a claim on a chunk that is gone; True if it is not known yet."""
+        if not self.gone or not request.num_kept or request.num_lost == self._num_lost:
+            return False
+        if self._may_compare <= 0:
+            return True
+        self._may_compare -= request.num_kept
+        if self.gone.isdisjoint(islice(request.keys, request.num_kept)):
+            request.num_lost = self._num_lost
+        return request.num_lost != self._num_lost
 
     def end_lost(self, left: int) -> tuple[list[QueuedRequest], int]:
         """End claims on chunks that are gone, and on those behind them, request by request.
@@ -334,13 +355,12 @@ class Claims:
             Requests that have lost claims, and how many chunks may be looked at yet.
         """
         losers: list[QueuedRequest] = []
-        requests, num_compared = self._claimants, 0
+        requests, self._may_compare = self._claimants, COMPARED
         for _ in range(COMPARED_REQUESTS):
-            if not (self.gone and requests and left > 0 and num_compared < COMPARED):
+            if not (self.gone and requests and left > 0 and self._may_compare > 0):
                 break
             at = bisect_right(requests, self._compared) if self._compared is not None else 0
             request = requests[at] if at < len(requests) else requests[0]
-            num_compared += request.num_kept
             if self.has_lost(request):
                 num_good = _leading_not(self.gone, request.keys)
                 num_ended = min(left, request.num_kept - num_good)
@@ -350,6 +370,7 @@ class Claims:
                 if request.num_kept > num_good:
                     break
             self._compared = request
+        self._may_compare = COMPARED  # for the requests that are looked at next
         return losers, left
 
     def forget(self, requests: Iterable[QueuedRequest]) -> None:

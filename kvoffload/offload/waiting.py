@@ -212,8 +212,8 @@ class WaitingQueue:
 
         Of many requests, this call ends the claims of some, and each :meth:`serve` of some more.
         """
-        self.claims.lost(keys)
-        self._end_lost(PORTION)
+        if self.claims.lost(keys):
+            self._end_lost(PORTION)
 
     def _end_lost(self, left: int) -> int:
         """End claims on chunks that are gone; return how many chunks may be looked at yet."""

@@ -353,6 +353,45 @@ def test_a_chunk_that_many_requests_keep_fails_without_a_look_at_all_of_them(len
     manager.check()
 
 
+class Asked(Store):
+    """A tier that has no answer yet."""
+
+    def holds(self, key):
+        return None
+
+
+def test_a_step_does_not_look_at_all_that_requests_that_go_on_keep_while_a_chunk_is_gone():
+    length, number = claims.COMPARED, 20
+    manager = new_manager(slots=3 * number * length, stores=[Asked()])
+    prompts = [Chunks([*keys("shared", 1), *keys(f"{i} ", length)]) for i in range(number)]
+    for i, prompt in enumerate(prompts):
+        put(manager, prompt[:-1])
+        manager.request_queued(lambda prompt=prompt: prompt, ReqContext(f"{i}"))
+    requests = manager.waiting.requests.values()
+    while any(each.num_kept < length for each in requests):
+        manager.serve_queue()
+    while writes := manager.take_transfers():
+        for write in writes:
+            manager.complete(write, [True] * len(write.keys))
+    load = manager.begin_load(prompts[-1][:-1], ReqContext("running"))
+    manager.complete(load, [i < length - 1 for i in range(length)], True, "corrupt")
+
+    def looks(call=manager.serve_queue, *arguments):
+        Chunks.seen = 0
+        call(*arguments)
+        return Chunks.seen
+
+    assert looks(put, manager, keys("unrelated", 1)) == 0
+    assert max(looks() for _ in range(2 * number)) < 4 * claims.COMPARED
+    assert not manager.waiting.claims.gone
+    assert [each.num_kept for each in requests] == [*(length,) * (number - 1), length - 1]
+    put(manager, prompts[-1][-2:-1])
+    for _ in range(number):  # it is looked at in turn
+        manager.serve_queue()
+    assert {each.num_kept for each in requests} == {length}
+    manager.check()
+
+
 @pytest.mark.parametrize("begin", ["prepare_store", "begin_load"])
 def test_a_chunk_in_flight_that_does_not_come_is_read_from_another_tier(begin):
     a, near, far = keys("a", 6), Store(), Store()
