@@ -56,7 +56,7 @@ class Turns:
             if self._are_over:
                 raise NoTurnError
             line.left -= wanted
-        task = asyncio.create_task(work())
+        task = asyncio.create_task(_made(work))
         self._calls.add(task)
         task.add_done_callback(self._ended)
         try:
@@ -82,6 +82,11 @@ class Turns:
             line.has_ended.set()
         if self._calls:
             await asyncio.wait(self._calls)
+
+
+async def _made(work: Callable[[], Coroutine[Any, Any, T]]) -> T:
+    """Make a call: a plug-in's may fail before it can be awaited, and would keep its turn."""
+    return await work()
 
 
 class _Line:

@@ -2,6 +2,7 @@
 
 import asyncio
 
+import pytest
 from disk_parts import until
 
 from kvoffload.backends.blocking_pool import undisturbed
@@ -70,6 +71,24 @@ async def test_a_call_of_more_chunks_than_a_turn_has_is_alone():
     calls.may_end["large"].set()
     await settle()
     assert calls.begun == ["small", "large", "next"]
+
+
+async def test_a_call_that_fails_at_once_or_is_a_future_ends_its_turn():
+    """A plug-in's method may be an ordinary function that checks, and returns what to await."""
+
+    def fails():
+        raise OSError("not now")
+
+    def is_ready():
+        ready = asyncio.get_running_loop().create_future()
+        ready.set_result(7)
+        return ready
+
+    turns = Turns(1)
+    for _ in range(2):
+        with pytest.raises(OSError, match="not now"):
+            await in_time(turns.call("read", "disk", 1, fails))
+        assert await in_time(turns.call("read", "disk", 1, is_ready)) == 7
 
 
 async def test_a_session_that_asks_for_much_leaves_the_threads_to_others():
