@@ -147,6 +147,7 @@ class Service:
                     await asyncio.sleep(PAUSE_S)
                     continue
                 self._spawn(self._attend(sock))
+                await asyncio.sleep(0)  # or all that wait would count as engines, and hold the loop
         finally:
             listening.close()  # else an engine would attach once more, to leave at once
             measuring.cancel()

@@ -220,14 +220,28 @@ def connected(path):
     return sock
 
 
+@contextlib.contextmanager
+def held(made):
+    """Hold the loop of a server, so that it sees at once what is done meanwhile."""
+    is_held, may_run = threading.Event(), threading.Event()
+    made._loop.call_soon_threadsafe(lambda: (is_held.set(), may_run.wait(60)))
+    assert is_held.wait(20)
+    try:
+        yield
+    finally:
+        may_run.set()
+
+
 def test_connections_that_say_nothing_take_no_place_of_an_engine(tmp_path, monkeypatch):
     monkeypatch.setattr(service, "GREETING_S", 600)
     path, most = str(tmp_path / "s"), service.MOST_SILENT
-    _, thread, tell = started_in_a_thread(path)
+    made, thread, tell = started_in_a_thread(path)
     silent = [connected(path) for _ in range(service.MOST_SESSIONS + 2 * most)]
     for sock in silent[:-most]:
         assert sock.recv(1) == b"", "the oldest ones are ended"
-    assert serves(Talk(path).greet())
+    with held(made):  # or it says nothing yet as it is accepted
+        engine = Talk(path).greet()
+    assert serves(engine)
     for sock in silent[-most:]:
         sock.setblocking(False)
         with pytest.raises(BlockingIOError):
@@ -243,19 +257,33 @@ def test_connections_that_say_nothing_take_no_place_of_an_engine(tmp_path, monke
         sock.close()
 
 
+def test_a_flood_of_silent_connections_before_an_engine_is_none_of_engines(tmp_path, monkeypatch):
+    """The server was busy, and accepts all of them in one go."""
+    monkeypatch.setattr(service, "MOST_SESSIONS", 8)
+    monkeypatch.setattr(service, "MOST_SILENT", 4)
+    path = str(tmp_path / "s")
+    made, thread, tell = started_in_a_thread(path)
+    with held(made):
+        silent = [connected(path) for _ in range(50)]
+        engine = Talk(path).greet()
+    assert serves(engine)
+    tell()
+    thread.join(20)
+    assert not thread.is_alive()
+    for sock in silent:
+        sock.close()
+
+
 def test_an_engine_that_has_greeted_keeps_its_place_though_many_say_nothing(tmp_path, monkeypatch):
     monkeypatch.setattr(service, "MOST_SILENT", 2)
-    path, is_held, may_run = str(tmp_path / "s"), threading.Event(), threading.Event()
+    path, silent, engines = str(tmp_path / "s"), [], []
     made, thread, tell = started_in_a_thread(path)
-    made._loop.call_soon_threadsafe(lambda: (is_held.set(), may_run.wait(60)))
-    assert is_held.wait(20)
-    silent, engines = [], []
-    for _ in range(4):
-        engines.append(Talk(path))
-        silent += [connected(path) for _ in range(5)]
-    for engine in engines:
-        engine.greet()
-    may_run.set()
+    with held(made):
+        for _ in range(4):
+            engines.append(Talk(path))
+            silent += [connected(path) for _ in range(5)]
+        for engine in engines:
+            engine.greet()
     assert all(serves(engine) for engine in engines)
     tell()
     thread.join(20)
