@@ -100,7 +100,7 @@ class Scanner:
         if is_evictor:
             self._follow_all()
         # Before all else: what begins later changes the quota, or still moves at the end.
-        changes = quota.changes if quota.refresh() is not None else None
+        begun = None if (figure := quota.refresh()) is None else (figure, quota.changes)
         moving_bytes = self._in_flight_bytes() if full else 0
         self._refresh_slots()
         store.segments.clean_up()
@@ -141,7 +141,7 @@ class Scanner:
         # The scan may have found nothing while a chunk was being stored.
         largest = max((size for _, _, size in files), default=store.space.largest_bytes)
         largest = max(largest, store.space.largest_bytes, *(each.slot_bytes for each in held))
-        return self._correct_quota(chunk_bytes, moving_bytes, changes, counted_from, largest)
+        return self._correct_quota(chunk_bytes, moving_bytes, begun, counted_from, largest)
 
     def _must_list_slots(self, num_files: int, *, by_age: bool) -> bool:
         """Return whether the index may lack chunks in slots, or have another order of them."""
@@ -249,35 +249,36 @@ class Scanner:
         self,
         chunk_bytes: int,
         moving_bytes: int,
-        changes: int | None,
+        begun: tuple[int, int] | None,
         counted_from: int | None,
         largest: int,
     ) -> bool:
         """Correct the quota: exactly if nothing moved during the scan, else within limits.
 
-        ``changes`` and ``counted_from`` are those of the quota when the scan began, and when it
-        began to count the chunks that did not leave. A change is one chunk: so many may have left
-        since they were counted, or are unseen. So is what writers have reserved without beginning
-        to write.
+        ``begun`` are figure and changes of the quota when the scan began, ``counted_from`` its
+        changes when the scan began to count the chunks that did not leave. A change is one chunk:
+        so many may have left since they were counted, or are unseen. So is what writers have
+        reserved without beginning to write. An unseen chunk may be larger than all that were seen:
+        the figure of the beginning has none that came since.
         """
         quota, total = self._store.root.quota, chunk_bytes
         try:
             total += self._store.quarantine.allocated_bytes()
         except OSError as error:
             self._missed("quarantine", error)
-        is_quiet = self._is_complete and not moving_bytes and changes is not None
-        if is_quiet and quota.correct(total, changes, self._is_quiet):
+        is_quiet = self._is_complete and not moving_bytes
+        if is_quiet and begun is not None and quota.correct(total, begun[1], self._is_quiet):
             return True
         resident = quota.refresh()
         if resident is None and self._is_complete:
             quota.correct(total + moving_bytes)
-        elif resident is not None and changes is not None and counted_from is not None:
+        elif resident is not None and begun is not None and counted_from is not None:
             left = quota.changes - counted_from
             if (lack := total - resident - left * largest) > 0:
                 quota.release(-lack)
             writers = self._store.root.other_writers + 1
-            unseen = quota.changes - changes + _RESERVED * writers
-            excess = resident - total - moving_bytes - unseen * largest
+            unseen = quota.changes - begun[1] + _RESERVED * writers
+            excess = min(begun[0], resident) - total - moving_bytes - unseen * largest
             if excess > 0 and self._is_complete and largest:
                 quota.release(excess)
         return False

@@ -219,3 +219,18 @@ def test_a_chunk_that_leaves_as_a_scan_ends_is_not_counted_again(tmp_path, form,
     monkeypatch.setattr(evicting.quarantine, "allocated_bytes", discard_and_look)
     scan(evicting)
     assert evicting.root.quota.refresh() == chunk_bytes(tmp_path) == ON_DISK
+
+
+@pytest.mark.parametrize("form", ["files"], indirect=True)
+def test_another_process_stores_larger_chunks_than_a_scan_has_seen(tmp_path, form, pair):
+    evicting, other = pair
+    two_stored(evicting, other)
+
+    def store_large():
+        for key in keys_of(3, "large"):
+            assert other.store(key, memoryview(bytearray(payload_of(key, 100 * SIZE))))
+
+    evicting.vfs.on("listdir:quarantine:before", store_large)
+    scan(evicting)
+    assert not evicting.vfs.acts
+    assert evicting.root.quota.refresh() >= chunk_bytes(tmp_path)
