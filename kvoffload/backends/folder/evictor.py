@@ -220,7 +220,8 @@ class Evictor:
         known, self._out_of_space = self._out_of_space, told
         is_full = is_full or any(count > known.get(token, 0) for token, count in told.items())
         resident, now_s = self.resident_bytes or 0, time.monotonic()
-        if not is_full or (resident < self._full_bytes and now_s < self._full_again_s):
+        is_answered = resident < self._full_bytes and now_s < self._full_again_s
+        if not is_full or is_answered or self._goal_bytes is not None:
             return 0
         surplus = int(resident * _OF_A_FULL_MOUNT) + 1
         self._full_bytes, self._full_again_s = resident - surplus // 2, now_s + _FULL_AGAIN_S

@@ -98,3 +98,24 @@ async def test_a_mount_that_frees_room_late_is_not_emptied_meanwhile(tmp_path, m
     left = left_after_failures()
     now_s[0] += 11
     assert left_after_failures() < left
+
+
+async def test_failures_while_a_slow_mount_is_still_evicted_evict_no_more(tmp_path, monkeypatch):
+    """One turn removes three files, and 3 % of them are seven."""
+    backend, root = open_folder(tmp_path / "share"), tmp_path / "share"
+    assert await store_at_last(backend, keys_of(200))
+    await backend.close()
+    vfs, now_s, real = Vfs(), 0.0, time.monotonic
+    monkeypatch.setattr(time, "monotonic", lambda: real() + now_s)
+
+    def unlink(path, of=vfs.unlink):
+        nonlocal now_s
+        now_s += 0.4
+        of(path)
+
+    vfs.unlink = unlink
+    evictor = Evictor(vfs, str(root), Records(vfs, str(root), "test"), 1 << 30, print)
+    evictor.begin(None, is_new=False)
+    for _ in range(20):
+        evictor.turn({}, is_full=True)
+    assert stored_bytes(root) // ON_DISK == 193
