@@ -323,8 +323,9 @@ def test_a_wrong_number_is_refused_by_the_name_of_its_field_or_harmless(
         if kind is not Open:
             engine.send(OPEN)
         begun = len(one_server.log)
-        engine.sock.sendall(len(body).to_bytes(4, "little") + body)
-        engine.send(OPEN, Store(1000, "serve", KEYS, [4, 5, 6, 7], SLOT))
+        wrong = len(body).to_bytes(4, "little") + body
+        after = frame(OPEN) + frame(Store(1000, "serve", KEYS, [4, 5, 6, 7], SLOT))
+        engine.sock.sendall(wrong + after)  # in one piece: the session may end at the first
         said = engine.hear((Answered, Refused))
         while isinstance(said, Answered) and said.job != 1000:
             said = engine.hear(Answered)
