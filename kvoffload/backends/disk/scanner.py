@@ -255,7 +255,7 @@ class Scanner:
     ) -> bool:
         """Correct the quota: exactly if nothing moved during the scan, else within limits.
 
-        ``begun`` are figure and changes of the quota when the scan began, ``counted_from`` its
+        ``begun`` are figure and changes of the quota when the scan began. ``counted_from`` are its
         changes when the scan began to count the chunks that did not leave. A change is one chunk:
         so many may have left since they were counted, or are unseen. So is what writers have
         reserved without beginning to write. An unseen chunk may be larger than all that were seen:
