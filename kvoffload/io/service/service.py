@@ -220,6 +220,8 @@ class Service:
         """Return the process of an engine and its greeting; raises OSError."""
         pid = check_user(sock, os.geteuid())
         await self._said(sock)
+        if not sock.recv(1, socket.MSG_PEEK):
+            raise SilentError("it has ended, and had said nothing")
         if len(self._served) - len(self._silent) > MOST_SESSIONS:
             raise OSError(f"{MOST_SESSIONS} engines are attached")
         return pid, Greeting(sock)

@@ -257,6 +257,19 @@ def test_connections_that_say_nothing_take_no_place_of_an_engine(tmp_path, monke
         sock.close()
 
 
+def test_connections_that_end_and_have_said_nothing_are_one_line(tmp_path, caplog):
+    path = str(tmp_path / "s")
+    _, thread, tell = started_in_a_thread(path)
+    for _ in range(8):
+        connected(path).close()
+    assert serves(Talk(path).greet())
+    tell()
+    thread.join(20)
+    assert not thread.is_alive()
+    assert "an engine is refused" not in caplog.text
+    assert 1 <= caplog.text.count("it has ended, and had said nothing") < 8
+
+
 def test_a_flood_of_silent_connections_before_an_engine_is_none_of_engines(tmp_path, monkeypatch):
     """The server was busy, and accepts all of them in one go."""
     monkeypatch.setattr(service, "MOST_SESSIONS", 8)
