@@ -232,6 +232,13 @@ def held(made):
         may_run.set()
 
 
+def see_it_end(thread, tell):
+    """Tell a server in a thread to end, and wait until it has."""
+    tell()
+    thread.join(20)
+    assert not thread.is_alive()
+
+
 def test_connections_that_say_nothing_take_no_place_of_an_engine(tmp_path, monkeypatch):
     monkeypatch.setattr(service, "GREETING_S", 600)
     path, most = str(tmp_path / "s"), service.MOST_SILENT
@@ -250,9 +257,7 @@ def test_connections_that_say_nothing_take_no_place_of_an_engine(tmp_path, monke
     silent[-most].settimeout(20)
     assert silent[-most].recv(1) == b""  # one more that has said nothing yet
     assert serves(late.greet())
-    tell()
-    thread.join(20)
-    assert not thread.is_alive()
+    see_it_end(thread, tell)
     for sock in silent:
         sock.close()
 
@@ -263,9 +268,7 @@ def test_connections_that_end_and_have_said_nothing_are_one_line(tmp_path, caplo
     for _ in range(8):
         connected(path).close()
     assert serves(Talk(path).greet())
-    tell()
-    thread.join(20)
-    assert not thread.is_alive()
+    see_it_end(thread, tell)
     assert "an engine is refused" not in caplog.text
     assert 1 <= caplog.text.count("it has ended, and had said nothing") < 8
 
@@ -280,9 +283,7 @@ def test_a_flood_of_silent_connections_before_an_engine_is_none_of_engines(tmp_p
         silent = [connected(path) for _ in range(50)]
         engine = Talk(path).greet()
     assert serves(engine)
-    tell()
-    thread.join(20)
-    assert not thread.is_alive()
+    see_it_end(thread, tell)
     for sock in silent:
         sock.close()
 
@@ -298,8 +299,6 @@ def test_an_engine_that_has_greeted_keeps_its_place_though_many_say_nothing(tmp_
         for engine in engines:
             engine.greet()
     assert all(serves(engine) for engine in engines)
-    tell()
-    thread.join(20)
-    assert not thread.is_alive()
+    see_it_end(thread, tell)
     for sock in silent:
         sock.close()
