@@ -151,6 +151,7 @@ def test_orders_that_wait_for_a_store_never_reach_one_of_a_later_namespace(
     if not is_at_once:
         until(lambda: client._peer.session._waiting)
     client.renew("2" * 64, {}, [], None)
+    until(lambda: client.tiers["memory"].is_open)  # the server knows of it
     gate.is_open.set()
     until(lambda: listener.answers)
     assert listener.answers == [([False] * 4, "no_store", True)]
