@@ -225,13 +225,7 @@ class Scanner:
             number, key = split_name(name)
             if scanned is not None and (number, shard_of(key)) not in scanned:
                 continue
-            try:
-                store.used_ns(name)  # published since its folder was listed?
-            except FileNotFoundError:
-                store.note_removed(name, "vanished")
-                self.vanished += 1
-            except OSError:
-                continue
+            self.vanished += store.drop_if_gone(name)
 
     def _remove_abandoned(self, in_use: set[bytes]) -> None:
         """Remove namespace folders that are empty and that no live process touched for long.

@@ -550,6 +550,20 @@ class DiskStore(Counts):
         if known and number == 0 and reason != "removed":  # callers know of removals they asked for
             self._removals.append(Removal(key, reason))
 
+    def drop_if_gone(self, name: Name) -> bool:
+        """Drop a chunk that another process removed; return whether it did.
+
+        Own removals hold the lock until the index knows of them.
+        """
+        with self._publishing, contextlib.suppress(OSError):
+            try:
+                self.used_ns(name)
+            except FileNotFoundError:
+                if name in self.index:
+                    self.note_removed(name, "vanished")
+                    return True
+        return False
+
     def _move_to_quarantine(self, name: Name, seen: Seen | None, reason: str) -> bool:
         """Move a damaged chunk out of every reader's way, and keep a few for inspection.
 

@@ -101,9 +101,13 @@ async def test_a_segment_that_another_process_removes_meanwhile_gives_its_room_b
     def remove_segment():
         evicting._store.segments.clean_up()
         backend._store.segments.refresh(0)
+        scan.start()
+        scan.join(0.2)  # it may wait until the removal is known
 
+    scan = threading.Thread(target=Scanner(backend._store)._drop_vanished, args=(None, set()))
     vfs.act = remove_segment
     await backend.remove(old)
+    scan.join(60)
     assert [*tmp_path.glob("*/segments/*")] == []
     assert backend.counters() == {"removed": 1}
     assert backend._store.root.quota.refresh() == 0
