@@ -222,7 +222,7 @@ async def test_another_process_removes_a_chunk_of_a_run_that_is_claimed(tmp_path
 
 
 @pytest.mark.parametrize("call", ["read_cached", "preadv"])
-async def test_a_run_is_overwritten_by_other_chunks_while_it_is_read(tmp_path, call):
+async def test_a_run_is_overwritten_by_other_chunks_while_it_is_read(tmp_path, kernel_files, call):
     vfs = Between()
     one, two = two_on(tmp_path, vfs, 128, "auto" if call == "read_cached" else "buffered")
     old, new = keys_of(8, "old"), keys_of(8, "new")
