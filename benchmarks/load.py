@@ -23,10 +23,10 @@ from kvoffload.messages import (
     CanonicalKVCacheRef,
     CanonicalKVCaches,
     CanonicalKVCacheTensor,
+    CPULoadStoreSpec,
     Fetch,
     GPULoadStoreSpec,
     OffloadKey,
-    StagedLoadStoreSpec,
 )
 from kvoffload.testing.backends import keys_of
 from kvoffload.transfer.cpu.copier import CpuCopier
@@ -83,7 +83,7 @@ def _case(folder: str | None, count: int, page_bytes: int, label: str) -> list[R
 
     def load(slots: Sequence[int]) -> None:
         fetch = Fetch("disk", tuple(range(count)), tuple(keys))
-        engine.transfer_async(0, (StagedLoadStoreSpec(slots, [fetch]), target))
+        engine.transfer_async(0, (CPULoadStoreSpec(slots, [fetch]), target))
         engine.wait([0])
         _all(engine.get_finished()[0].ok)
 

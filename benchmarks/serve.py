@@ -50,10 +50,10 @@ from kvoffload.messages import (
     CanonicalKVCacheRef,
     CanonicalKVCaches,
     CanonicalKVCacheTensor,
+    CPULoadStoreSpec,
     Fetch,
     GPULoadStoreSpec,
     OffloadKey,
-    StagedLoadStoreSpec,
 )
 from kvoffload.testing.harness import keys_of
 from kvoffload.transfer.cpu.copier import CpuCopier
@@ -124,7 +124,7 @@ class Engine:
         """Load all chunks into the KV cache; return the seconds that it takes."""
         keys, begun_s = tuple(OffloadKey(key) for key in self.keys), time.perf_counter()
         fetch = Fetch(self.tier, tuple(range(self.count)), keys)
-        source = StagedLoadStoreSpec(range(self.count), [fetch])
+        source = CPULoadStoreSpec(range(self.count), [fetch])
         engine = self._engines[by]
         engine.transfer_async(0, (source, GPULoadStoreSpec(np.arange(self.count))))
         engine.wait([0])

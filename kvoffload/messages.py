@@ -8,7 +8,7 @@ The module :mod:`kvoffload.offload.base` re-exports the public names, and
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NewType
 
@@ -55,10 +55,8 @@ class LoadStoreSpec(ABC):
 class BlockIDsLoadStoreSpec(LoadStoreSpec, ABC):
     """An end addressed by numbers; each subclass says in which address space."""
 
-    def __init__(self, block_ids: Iterable[int]) -> None:
-        self.block_ids: BlockIds = np.asarray(
-            block_ids if isinstance(block_ids, np.ndarray) else list(block_ids), dtype=np.int32
-        )
+    def __init__(self, block_ids: Sequence[int] | npt.NDArray[np.integer]) -> None:
+        self.block_ids: BlockIds = np.asarray(block_ids, np.int32)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.block_ids.tolist()})"
@@ -78,7 +76,7 @@ class GPULoadStoreSpec(BlockIDsLoadStoreSpec):
 
     def __init__(
         self,
-        block_ids: Iterable[int],
+        block_ids: Sequence[int] | npt.NDArray[np.integer],
         group_sizes: Sequence[int] | None = None,
         block_indices: Sequence[int] | None = None,
     ) -> None:
@@ -101,22 +99,6 @@ class GPULoadStoreSpec(BlockIDsLoadStoreSpec):
         return "GPU"
 
 
-class CPULoadStoreSpec(BlockIDsLoadStoreSpec):
-    """Host slots of the slab, one a chunk, in the order of the transfer's keys."""
-
-    job_id = 0
-    """The manager's job that the slots belong to; 0 for none."""
-
-    @staticmethod
-    def medium() -> str:
-        return "CPU"
-
-    @property
-    def host_slots(self) -> BlockIds:
-        """The same numbers under the name of their address space."""
-        return self.block_ids
-
-
 @dataclass(frozen=True)
 class Fetch:
     """Chunks of a load that a tier must first bring into their host slots."""
@@ -129,12 +111,31 @@ class Fetch:
     """Whose each chunk is; empty where tenants are not told apart."""
 
 
-class StagedLoadStoreSpec(CPULoadStoreSpec):
-    """Host slots of which some must first be filled from tiers below; then as CPULoadStoreSpec."""
+class CPULoadStoreSpec(BlockIDsLoadStoreSpec):
+    """Host slots of the slab, one a chunk, in the order of the transfer's keys.
 
-    def __init__(self, host_slots: Iterable[int], fetches: Sequence[Fetch]) -> None:
-        super().__init__(host_slots)
+    Args:
+        block_ids: the slots.
+        fetches: what tiers must first bring into some of them; of a load.
+    """
+
+    job_id = 0
+    """The manager's job that the slots belong to; 0 for none."""
+
+    def __init__(
+        self, block_ids: Sequence[int] | npt.NDArray[np.integer], fetches: Sequence[Fetch] = ()
+    ) -> None:
+        self.block_ids = np.asarray(block_ids, np.int32)
         self.fetches = tuple(fetches)
+
+    @staticmethod
+    def medium() -> str:
+        return "CPU"
+
+    @property
+    def host_slots(self) -> BlockIds:
+        """The same numbers under the name of their address space."""
+        return self.block_ids
 
 
 class BackendLoadStoreSpec(LoadStoreSpec):

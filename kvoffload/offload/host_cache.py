@@ -311,10 +311,6 @@ class HostCache:
 
     # ---- order ----
 
-    def touch(self, keys: Sequence[OffloadKey]) -> None:
-        """Count a use of chunks, the last one as the most recent; see :meth:`Policy.touch`."""
-        self.order.policy.touch(keys)
-
     def put_in_order(self, keys: Iterable[OffloadKey]) -> None:
         """Move evictable chunks to the recent end, in the order given, without counting a use."""
         here = list(filter(self.evictable.__contains__, dict.fromkeys(keys)))

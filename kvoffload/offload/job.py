@@ -87,7 +87,7 @@ class Read(NamedTuple):
 class LoadJob(Job):
     """Chunks that are pinned, or have slots reserved, until a load into the GPU is answered.
 
-    If tiers must fetch chunks into their slots first, the spec is a :class:`StagedLoadStoreSpec`.
+    The spec has what tiers must fetch into their slots first.
     """
 
     context: ReqContext | None

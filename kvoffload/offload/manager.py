@@ -202,14 +202,14 @@ class TieredOffloadingManager(OffloadingManager):
     def begin_load(
         self, keys: Sequence[OffloadKey], req_context: ReqContext | None = None
     ) -> LoadJob:
-        hints = self.hints(req_context)
+        request, hints = req_context or NO_REQUEST, self.hints(req_context)
         slots = self._host.pin_all(keys)
         if slots is not None:
             spec, sources, covered = CPULoadStoreSpec(slots), dict[OffloadKey, Tier](), tuple(keys)
         else:
-            self._host.own(keys, (req_context or NO_REQUEST).tenant)
+            self._host.own(keys, request.tenant)
             tiers = self._tiers_for(hints.load_tiers)
-            allowed = self.promises.allowed(tiers, request_id(req_context))
+            allowed = self.promises.allowed(tiers, request.req_id)
             spec, sources = self._staging.plan(keys, allowed)
             self._host.disown(keys)
             covered = tuple(keys[: len(spec.block_ids)])
@@ -218,7 +218,7 @@ class TieredOffloadingManager(OffloadingManager):
         job = LoadJob(spec.job_id, covered, spec, req_context, len(keys), hints.tiers, sources)
         if covered:
             if self.waiting.requests:
-                self.waiting.loads(request_id(req_context), covered)
+                self.waiting.loads(request.req_id, covered)
             self._jobs[job.id] = job
             if sources:
                 self.promises.begun(job)
@@ -472,7 +472,7 @@ class TieredOffloadingManager(OffloadingManager):
             self._admission.see(keys, request_id(req_context))
         if req_context is not None and (req_context.kv_transfer_params or self.returns.are_told):
             self.returns.began(keys, self.hints(req_context), req_context.req_id)
-        self._host.touch(keys[::-1])
+        self._host.order.policy.touch(keys[::-1])  # the head is the most recent
 
     # ---- the engine's queue ----
 

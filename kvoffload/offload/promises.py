@@ -7,11 +7,11 @@ A load waits while what the tier has yet to load fills too much of host memory.
 
 import math
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from kvoffload.messages import Fetch, OffloadKey, StagedLoadStoreSpec
+from kvoffload.messages import CPULoadStoreSpec, Fetch, OffloadKey
 from kvoffload.metrics.names import PREFILL_RATE
 from kvoffload.metrics.samples import Sample
 from kvoffload.offload.base import LoadJob, Read, ReqContext
@@ -171,7 +171,7 @@ class Promises:
         self._prefill = Rate()
         self._load_timeout_s = load_timeout_s
         self._clock = clock
-        self._loads: dict[str, _TierLoads] = {}
+        self._loads: defaultdict[str, _TierLoads] = defaultdict(_TierLoads)
         self._half = host.capacity_bytes // 2
         self.share_bytes = self._half // max(1, num_tiers)
         """Of host memory: what a tier that does not answer may keep."""
@@ -192,11 +192,9 @@ class Promises:
 
     def begun(self, job: LoadJob) -> None:
         """Note a load that has begun."""
-        if not isinstance(job.spec, StagedLoadStoreSpec):
-            return
         now_s = self._clock()
         for fetch in job.spec.fetches:
-            loads = self._loads.setdefault(fetch.tier, _TierLoads())
+            loads = self._loads[fetch.tier]
             num_bytes = self._host.bytes_of_all(fetch.keys)
             seconds = loads.times.seconds(num_bytes) or 0.0
             takes_turns = bool(self._host.turns)
@@ -233,13 +231,12 @@ class Promises:
                     loads.times = LoadTimes()
                 loads.times.add(num_bytes * arrived, busy_s)
         job.reads.clear()
-        if late and isinstance(job.spec, StagedLoadStoreSpec):
-            for fetch in job.spec.fetches:
-                num_bytes = self._kept(job.spec, fetch, frozenset(late))
-                job.late_bytes[fetch.tier] += num_bytes
-                self._loads[fetch.tier].late_bytes += num_bytes
+        for fetch in job.spec.fetches if late else ():
+            num_bytes = self._kept(job.spec, fetch, frozenset(late))
+            job.late_bytes[fetch.tier] += num_bytes
+            self._loads[fetch.tier].late_bytes += num_bytes
 
-    def _kept(self, spec: StagedLoadStoreSpec, fetch: Fetch, chunks: Collection[OffloadKey]) -> int:
+    def _kept(self, spec: CPULoadStoreSpec, fetch: Fetch, chunks: Collection[OffloadKey]) -> int:
         """Return the bytes of the slots of these chunks, which may take turns in them."""
         slots, named = spec.host_slots.tolist(), zip(fetch.positions, fetch.keys, strict=True)
         in_slot = {slots[i]: key for i, key in named if key in chunks}
@@ -268,7 +265,7 @@ class Promises:
 
     def reads_early(self, tier: str, num_bytes: int) -> None:
         """Note that a read for a queued request has begun."""
-        self._loads.setdefault(tier, _TierLoads()).flying_bytes += num_bytes
+        self._loads[tier].flying_bytes += num_bytes
 
     def has_read_early(self, tier: str, num_bytes: int, late_bytes: int, has_arrived: bool) -> None:
         """Note that such a read has ended, but may still write to some of its memory."""

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from kvoffload.messages import CPULoadStoreSpec, Fetch, OffloadKey, StagedLoadStoreSpec
+from kvoffload.messages import CPULoadStoreSpec, Fetch, OffloadKey
 from kvoffload.offload.base import EarlyRead, LoadJob
 from kvoffload.offload.host_cache import HostCache
 from kvoffload.offload.tiers import Tier, first_holder
@@ -67,13 +67,11 @@ class Staging:
         for i in range(len(host_slots), len(sources)):
             if sources[i] is None:
                 host.end_use(keys[i])
-        if not fetches:
-            return CPULoadStoreSpec(host_slots), fetched
         parts = []
         for tier, at in fetches.items():
             some = [keys[i] for i in at]
             parts.append(Fetch(tier.name, tuple(at), tuple(some), tuple(host.tenants_of(some))))
-        return StagedLoadStoreSpec(host_slots, parts), fetched
+        return CPULoadStoreSpec(host_slots, parts), fetched
 
     def _find_sources(self, keys: Sequence[OffloadKey], tiers: Sequence[Tier]) -> list[Tier | None]:
         """Return for the leading loadable keys the tier to fetch from; None for host memory."""

@@ -1,6 +1,7 @@
 """Chunks that leave an eviction order for a while, whatever the policy: nothing evicts them."""
 
 from collections.abc import Collection, Sequence
+from itertools import filterfalse
 
 from kvoffload.policies.base import Policy
 
@@ -31,24 +32,24 @@ class KeptOrder:
         self.num_kept -= len(keys)
         self.normal.add(keys)
 
-    def _unclaimed(self, keys: Sequence[bytes]) -> Sequence[bytes]:
-        claims = self._claims
-        return [key for key in keys if key not in claims] if claims else keys
-
     def add(self, keys: Sequence[bytes]) -> None:
-        normal = self._unclaimed(keys)
-        self.num_kept += len(keys) - len(normal)
-        if normal:
-            self.normal.add(normal)
+        if self._claims:
+            normal = [*filterfalse(self._claims.__contains__, keys)]
+            self.num_kept += len(keys) - len(normal)
+            keys = normal
+        if keys:
+            self.normal.add(keys)
 
     def touch(self, keys: Sequence[bytes]) -> None:
         self.normal.touch(keys)
 
     def remove(self, keys: Sequence[bytes]) -> None:
-        normal = self._unclaimed(keys)
-        self.num_kept -= len(keys) - len(normal)
-        if normal:
-            self.normal.remove(normal)
+        if self._claims:
+            normal = [*filterfalse(self._claims.__contains__, keys)]
+            self.num_kept -= len(keys) - len(normal)
+            keys = normal
+        if keys:
+            self.normal.remove(keys)
 
     def victims(self, count: int) -> Sequence[bytes]:
         return self.normal.victims(count)

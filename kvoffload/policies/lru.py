@@ -91,7 +91,7 @@ class LRUPolicy(LRUOfTable):
 
     def remove(self, keys: Sequence[bytes]) -> None:
         """Take keys out of the order."""
-        super().remove(keys)
+        self._unmoved.difference_update(keys)
         deque(map(self._table.pop, keys), maxlen=0)
 
     def victims(self, count: int) -> Sequence[bytes]:

@@ -21,7 +21,6 @@ from kvoffload.messages import (
     LoadStoreSpec,
     OffloadingHandler,
     OffloadKey,
-    StagedLoadStoreSpec,
     TransferResult,
     TransferSpec,
 )
@@ -38,7 +37,6 @@ ROUTES: tuple[tuple[type[LoadStoreSpec], type[LoadStoreSpec]], ...] = (
     (GPULoadStoreSpec, CPULoadStoreSpec),
     (CPULoadStoreSpec, GPULoadStoreSpec),
     (CPULoadStoreSpec, BackendLoadStoreSpec),
-    (StagedLoadStoreSpec, GPULoadStoreSpec),
     (BackendLoadStoreSpec, CPULoadStoreSpec),
 )
 """The source and destination types that the engine serves."""
@@ -245,7 +243,7 @@ class TransferEngine(OffloadingHandler):
         # All of it is checked before anything is copied or read.
         moves = gpu if isinstance(gpu, Moves) else self._layout.moves(gpu, host.block_ids)
         check_moves(moves, to_host, self._layout, self._slab)
-        fetches = host.fetches if isinstance(host, StagedLoadStoreSpec) and not to_host else ()
+        fetches = () if to_host else host.fetches
         ok, num_bytes = [not fetches] * len(moves), self._layout.bytes_of(moves)
         job = EngineJob(job_id, ok, self._settled.append, num_bytes)
         job.traffic = self._stores if to_host else self._loads

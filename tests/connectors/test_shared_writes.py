@@ -17,7 +17,6 @@ from kvoffload.messages import (
     CPULoadStoreSpec,
     Fetch,
     GPULoadStoreSpec,
-    StagedLoadStoreSpec,
     TransferResult,
     make_offload_key,
 )
@@ -63,7 +62,7 @@ class Rank:
         before = self.blocks.clone()
         self.blocks.zero_()
         self.spec._slab.flat[:] = 0
-        source = StagedLoadStoreSpec(SLOTS, [Fetch(tier, tuple(SLOTS), KEYS)])
+        source = CPULoadStoreSpec(SLOTS, [Fetch(tier, tuple(SLOTS), KEYS)])
         ok = self.carry((source, GPULoadStoreSpec(SLOTS)), NUM).success
         return ok and torch.equal(self.blocks, before)
 

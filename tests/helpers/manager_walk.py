@@ -22,7 +22,6 @@ from kvoffload.config import KNOWN_HINTS
 from kvoffload.offload.base import (
     CPULoadStoreSpec,
     EarlyRead,
-    StagedLoadStoreSpec,
     get_offload_group_idx,
     tenant_id,
 )
@@ -121,7 +120,7 @@ class Walk(ManagerTruth):
         slots = spec.host_slots.tolist()
         assert len(slots) == hits  # the lookup promised no more than host memory can receive
         fetched = {}
-        for fetch in spec.fetches if isinstance(spec, StagedLoadStoreSpec) else ():
+        for fetch in spec.fetches:
             assert fetch.keys == tuple(keys[i] for i in fetch.positions)
             assert not hint or fetch.tier in hint.get("tiers", fetch.tier)
             assert fetch.tier not in declined

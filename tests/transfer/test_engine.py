@@ -20,7 +20,6 @@ from kvoffload.messages import (
     CPULoadStoreSpec,
     Fetch,
     GPULoadStoreSpec,
-    StagedLoadStoreSpec,
     make_offload_key,
 )
 from kvoffload.testing import FaultyBackend, Plan
@@ -115,9 +114,7 @@ def store_all(half, until, tier="store"):
 
 
 def staged(slots, fetched, tier="store"):
-    return StagedLoadStoreSpec(
-        slots, [Fetch(tier, tuple(fetched), tuple(KEYS[i] for i in fetched))]
-    )
+    return CPULoadStoreSpec(slots, [Fetch(tier, tuple(fetched), tuple(KEYS[i] for i in fetched))])
 
 
 TO_OR_FROM_A_TIER = {
@@ -325,7 +322,7 @@ def test_a_load_is_refused_as_a_whole_before_anything_is_read_or_copied(
     store_all(half, until)
     half.slab.rows[:2] = 7
     before = [entry.tensor.clone() for entry in half.caches.tensors]
-    spec = StagedLoadStoreSpec([0, 1], [Fetch("store", (1,), (KEYS[1],))])  # chunk 0 is here
+    spec = CPULoadStoreSpec([0, 1], [Fetch("store", (1,), (KEYS[1],))])  # chunk 0 is here
     half.worker.submit(3, (spec, GPULoadStoreSpec(blocks)), 2)
     (result,) = half.worker.get_finished()
     assert (result.ok, result.reason) == ((False,) * 2, "refused_transfer")

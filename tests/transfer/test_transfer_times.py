@@ -11,7 +11,6 @@ from kvoffload.messages import (
     CPULoadStoreSpec,
     Fetch,
     GPULoadStoreSpec,
-    StagedLoadStoreSpec,
     make_offload_key,
 )
 from kvoffload.transfer.base import CopyFence
@@ -118,7 +117,7 @@ def test_a_load_from_a_tier_took_its_reads_and_the_last_copy(half, monkeypatch, 
     engine = half.engine(io)
     half.busy_engine(monkeypatch)
     loop_of(io).call_soon_threadsafe(time.sleep, WAIT_S)
-    source = StagedLoadStoreSpec([0, 1], [Fetch("store", (0, 1), KEYS)])
+    source = CPULoadStoreSpec([0, 1], [Fetch("store", (0, 1), KEYS)])
     engine.transfer_async(1, (source, GPULoadStoreSpec([1, 2, 3, 4])))
     (result,) = until(engine.get_finished)
     assert result.success

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from kvoffload import open_backend
 from kvoffload.messages import (
+    CPULoadStoreSpec,
     Fetch,
     GPULoadStoreSpec,
-    StagedLoadStoreSpec,
     make_offload_key,
 )
 from kvoffload.transfer.cuda.stream_copier import StreamCopier
@@ -40,7 +40,7 @@ def test_a_slot_is_read_into_again_only_when_the_device_has_copied_it(until, see
     assert all(call(io, store.write(KEYS, [memoryview(chunk) for chunk in chunks])))
     engine = TransferEngine(io, slab, layout, copier)
     blocks = draw.sample(range(NUM_BLOCKS), NUM_BLOCKS)
-    source = StagedLoadStoreSpec(
+    source = CPULoadStoreSpec(
         [i % num_slots for i in range(CHUNKS)], [Fetch("store", tuple(range(CHUNKS)), KEYS)]
     )
     try:

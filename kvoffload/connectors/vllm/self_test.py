@@ -20,7 +20,6 @@ from kvoffload.messages import (
     CPULoadStoreSpec,
     Fetch,
     GPULoadStoreSpec,
-    StagedLoadStoreSpec,
     TransferSpec,
     make_offload_key,
 )
@@ -153,7 +152,7 @@ class _GroupCheck:
         for view in self._views:
             view[self._target] = 0
         self._carry((self._end(self._target), slot))  # so that the slot has no copy of the pattern
-        staged = StagedLoadStoreSpec([self._slot], [Fetch(name, (0,), (self.key,))])
+        staged = CPULoadStoreSpec([self._slot], [Fetch(name, (0,), (self.key,))])
         if not self._carry((staged, self._end(self._target))):
             log.warning("kvoffload: tier %s gave no chunk back at the start", name)
             if self.is_unsettled:

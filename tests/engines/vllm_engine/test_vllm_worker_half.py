@@ -24,7 +24,6 @@ from kvoffload.messages import (
     CanonicalKVCacheTensor,
     CPULoadStoreSpec,
     Fetch,
-    StagedLoadStoreSpec,
     make_offload_key,
 )
 from kvoffload.testing.faults import FaultyBackend, Plan
@@ -139,7 +138,7 @@ def test_a_job_with_parts_of_chunks_alone_is_answered(half, until):
 
 def test_a_reset_does_not_wait_for_a_load_from_a_store_that_hangs(half):
     target = GPULoadStoreSpec([1, 2], group_sizes=[2, 0], block_indices=[0, 0])
-    source = StagedLoadStoreSpec([0], [Fetch("hanging", (0,), (KEY,))])
+    source = CPULoadStoreSpec([0], [Fetch("hanging", (0,), (KEY,))])
     step(half, loads={8: TransferJob(req_id="r", src_spec=source, dst_spec=target)})
     began_s = time.monotonic()
     step(half, flush={8})

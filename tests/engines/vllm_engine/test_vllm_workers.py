@@ -35,7 +35,6 @@ from kvoffload.messages import (
     BackendLoadStoreSpec,
     CPULoadStoreSpec,
     Fetch,
-    StagedLoadStoreSpec,
     make_offload_key,
 )
 from tests.support.disk_chunks import stored_in
@@ -130,7 +129,7 @@ def drive(workers, until):
     first = workers[0].kv_cache_config.num_blocks // 2
     blocks = list(range(first, first + len(keys)))
     for worker in workers:
-        staged = StagedLoadStoreSpec(slots, [Fetch("disk", tuple(range(len(keys))), tuple(keys))])
+        staged = CPULoadStoreSpec(slots, [Fetch("disk", tuple(range(len(keys))), tuple(keys))])
         end = GPULoadStoreSpec(blocks, group_sizes=sizes, block_indices=starts)
         step(
             worker,
