@@ -138,21 +138,14 @@ class CPULoadStoreSpec(BlockIDsLoadStoreSpec):
         return self.block_ids
 
 
+@dataclass(eq=False, repr=False)
 class BackendLoadStoreSpec(LoadStoreSpec):
-    """Keys in the tier of that name.
+    """Keys in the tier of that name."""
 
-    Args:
-        tier: its name.
-        keys: of chunks.
-        tenants: whose each chunk is; empty where tenants are not told apart.
-    """
-
-    def __init__(
-        self, tier: str, keys: Sequence[OffloadKey], tenants: Sequence[bytes] = ()
-    ) -> None:
-        self.tier = tier
-        self.keys = tuple(keys)
-        self.tenants = tuple(tenants)
+    tier: str
+    keys: tuple[OffloadKey, ...]
+    tenants: Sequence[bytes] = ()
+    """Whose each chunk is; empty where tenants are not told apart."""
 
     @staticmethod
     def medium() -> str:

@@ -164,7 +164,7 @@ class EarlyReads:
         self._host.fetching.update(zip(keys, slots, strict=True))
         self._queue.claims.begin(request, keys)
         spec = CPULoadStoreSpec(slots)
-        source = BackendLoadStoreSpec(tier.name, keys, self._host.tenants_of(keys))
+        source = BackendLoadStoreSpec(tier.name, tuple(keys), self._host.tenants_of(keys))
         job_id = self._jobs.new_id()
         num_bytes = self._host.bytes_of_all(keys)
         sources = dict.fromkeys(keys, tier)

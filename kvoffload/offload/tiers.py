@@ -182,7 +182,7 @@ class WriteThrough:
             self._drop(lane, gone)
         if batch:
             source = CPULoadStoreSpec(slots)
-            target = BackendLoadStoreSpec(name, batch, host.tenants_of(batch))
+            target = BackendLoadStoreSpec(name, tuple(batch), host.tenants_of(batch))
             job_id = self._jobs.new_id()
             self._kept_bytes[name] = kept_bytes
             num_bytes = kept_bytes - before

@@ -33,7 +33,11 @@ class CopyFence:
 
     def __init__(self) -> None:
         self.error: BaseException | None = None
-        self._copy_time_s = 0.0
+        self.copy_time_s = 0.0
+        """Seconds from the transfer's first copy to its end, once done; 0 if it failed.
+
+        The transfer begins when the engine's work before it and earlier transfers are done. Neither
+        wait counts."""
         self._is_reached = False
         self._changed = threading.Condition()
         self._calls: list[Callable[[], None]] = []
@@ -45,20 +49,11 @@ class CopyFence:
         with self._changed:
             self._changed.wait_for(self.done)
 
-    @property
-    def copy_time_s(self) -> float:
-        """Seconds from the transfer's first copy to its end, once done; 0 if it failed.
-
-        The transfer begins when the engine's work before it and earlier transfers are done. Neither
-        wait counts.
-        """
-        return self._copy_time_s
-
     def reach(self, error: BaseException | None = None, copy_time_s: float = 0.0) -> None:
         """Mark the end; harmless a second time."""
         with self._changed:
             self.error = self.error or error
-            self._copy_time_s = copy_time_s
+            self.copy_time_s = copy_time_s
             self._is_reached = True
             self._changed.notify_all()
             calls, self._calls = self._calls, []
@@ -88,34 +83,28 @@ class Copier(Protocol):
         """Mark the engine's stream of work as it is now; called on the engine's thread."""
         ...
 
-    def launch(self, moves: Moves, to_host: bool, after: Fence) -> CopyFence:
-        """Begin copies from GPU blocks to host slots, or the reverse, once ``after`` is done.
+    def launch(
+        self, moves: Moves, to_host: bool, after: Fence, lent: LentMemory | None = None
+    ) -> CopyFence:
+        """Begin copies from GPU blocks to host slots, or the reverse.
 
-        The moves have passed :func:`kvoffload.transfer.layout.check_moves`. Callable from the
-        engine's thread and from the I/O client's thread. Returns at once.
-
-        Raises:
-            RuntimeError: the copier is closed.
-        """
-        ...
-
-    def can_borrow(self) -> bool:
-        """Whether copies from a loan are as good as from slots; for any thread, never blocks."""
-        ...
-
-    def launch_from(self, memory: LentMemory, moves: Moves, after: Fence) -> CopyFence:
-        """Begin copies to GPU blocks as :meth:`launch`, from any memory, as a server lends it.
+        Callable from the engine's thread and from the I/O client's thread. Returns at once.
 
         Args:
-            memory: has the chunks whole, and is not left before the copies have ended; each move's
-                host slot is the first byte of one.
-            moves: the chunks.
-            after: done when the blocks may be written.
+            moves: the chunks, which have passed :func:`kvoffload.transfer.layout.check_moves`.
+            to_host: which way.
+            after: the copies begin once it is done.
+            lent: memory of a server that has the chunks whole, in place of the slots. It is not
+                left before the copies have ended; each move's host slot is a chunk's first byte.
 
         Raises:
             RuntimeError: the copier is closed.
             ValueError: a chunk is not within the memory.
         """
+        ...
+
+    def can_borrow(self) -> bool:
+        """Whether copies from a loan are as good as from slots; for any thread, never blocks."""
         ...
 
     def stats(self) -> dict[str, str | int]:

@@ -6,6 +6,7 @@ In a slot, a chunk is its tensors one after the other, and within a tensor its b
 """
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -44,22 +45,18 @@ class ChunkMove(NamedTuple):
     block_ids: BlockIds
 
 
+@dataclass(eq=False, repr=False, slots=True)
 class Moves(LoadStoreSpec):
     """The chunks of a transfer as arrays, so that thousands of them cost no Python object each.
 
     It is the GPU end of a transfer, cut into chunks of which each has its host slot.
-
-    Args:
-        chunks: five rows, a column for each chunk. The rows are: host slot, group, number of the
-            first block in the chunk, place of that block in ``block_ids``, number of blocks.
-        block_ids: the blocks of all chunks.
     """
 
-    __slots__ = ("block_ids", "chunks")
-
-    def __init__(self, chunks: Numbers, block_ids: BlockIds) -> None:
-        self.chunks = chunks
-        self.block_ids = block_ids
+    chunks: Numbers
+    """Five rows, a column for each chunk. The rows are: host slot, group, number of the first block
+    in the chunk, place of that block in ``block_ids``, number of blocks."""
+    block_ids: BlockIds
+    """The blocks of all chunks."""
 
     @staticmethod
     def medium() -> str:

@@ -138,11 +138,9 @@ class _Part(Listener):
         try:
             positions = [self._positions[n] for n in numbers]
             moves = load.moves.take(positions)
-            if loan is None:
-                fence = load.copier.launch(moves, to_host=False, after=load.after)
-            else:
+            if loan is not None:
                 moves.chunks[0] = loan.starts
-                fence = load.copier.launch_from(loan.memory, moves, load.after)
+            fence = load.copier.launch(moves, False, load.after, loan.memory if loan else None)
         except Exception as error:
             log.warning("copies of %d chunks were refused: %s", len(numbers), error)
             self._reason = "refused_transfer"

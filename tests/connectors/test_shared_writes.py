@@ -140,6 +140,6 @@ def test_a_rank_without_a_part_in_a_job_answers_it():
     writes = SharedWrites(0, 2, ("disk",))
     keys = tuple(key for key in KEYS if not writes.writes(key))
     spec = CPULoadStoreSpec(range(len(keys)))
-    (source, _), num_chunks = writes.begin(7, (spec, BackendLoadStoreSpec("disk", keys)))
+    (source, _), num_chunks = writes.begin(7, (spec, BackendLoadStoreSpec("disk", tuple(keys))))
     assert (len(source.host_slots), num_chunks) == (0, 0)
     assert writes.end(TransferResult(7, ())).ok == (True,) * len(keys)

@@ -248,7 +248,7 @@ class Interleaving:
         self._loans[chunk] += 1
         loan = memory.borrow([0], [start], lambda: self._released.append(chunk))
         moves, after = moves_of(move(start, list(blocks))), self.copier.record_fence()
-        fence = self.copier.launch_from(memory, moves, after)
+        fence = self.copier.launch(moves, False, after, memory)
         if self.keeps_loans:
             fence.when_reached(loan.end)
         else:

@@ -60,7 +60,7 @@ class Lender:
         for entry in caches.tensors:
             entry.tensor.zero_()
         moves = layout.moves(GPULoadStoreSpec(blocks.ravel()), loan.starts)
-        fence = copier.launch_from(loan.memory, moves, copier.record_fence())
+        fence = copier.launch(moves, False, copier.record_fence(), loan.memory)
         fence.when_reached(loan.end)
         assert ends(fence)
         assert fence.error is None

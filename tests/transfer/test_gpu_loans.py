@@ -206,7 +206,7 @@ def test_chunks_that_are_not_within_the_memory_are_refused(cuda, make):
     for start in (-4096, len(parts.lender.written) - 4096, (1 << 63) - 4096):
         moves = layout.moves(GPULoadStoreSpec([5, 9]), [start])
         with pytest.raises(ValueError, match=f"chunks at .{start}"):
-            parts.copier.launch_from(memory, moves, parts.copier.record_fence())
+            parts.copier.launch(moves, False, parts.copier.record_fence(), memory)
 
 
 def test_memory_in_several_pieces_gets_the_time_of_one_to_be_unpinned(

@@ -159,7 +159,7 @@ class SharedWrites:
         keys = [key for key, is_own in zip(keys, own, strict=True) if is_own]
         slots = source.host_slots[np.array(own)]
         tenants = list(compress(target.tenants, own))
-        part = BackendLoadStoreSpec(target.tier, keys, tenants)
+        part = BackendLoadStoreSpec(target.tier, tuple(keys), tenants)
         return (CPULoadStoreSpec(slots), part), len(keys)
 
     def end(self, result: TransferResult) -> TransferResult:

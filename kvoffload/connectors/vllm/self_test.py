@@ -146,7 +146,7 @@ class _GroupCheck:
     def tier(self, name: str) -> None:
         """Write the host slot to a tier and read it back."""
         slot = CPULoadStoreSpec([self._slot])
-        if not self._carry((slot, BackendLoadStoreSpec(name, [self.key]))):
+        if not self._carry((slot, BackendLoadStoreSpec(name, (self.key,)))):
             log.warning("kvoffload: tier %s took no chunk at the start; serving without it", name)
             return
         for view in self._views:

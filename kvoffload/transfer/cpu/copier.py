@@ -69,25 +69,22 @@ class CpuCopier:
     def record_fence(self) -> Fence:
         return self._no_work
 
-    def launch(self, moves: Moves, to_host: bool, after: Fence) -> CopyFence:
-        return self._launch(moves, to_host, self._slab.flat, self._slab.slot_bytes, after)
-
-    def can_borrow(self) -> bool:
-        return True
-
-    def launch_from(self, memory: LentMemory, moves: Moves, after: Fence) -> CopyFence:
-        check_within(memory.bytes, moves, self._layout)
-        return self._launch(moves, False, np.frombuffer(memory.bytes, np.int8), 1, after)
-
-    def _launch(
-        self, moves: Moves, to_host: bool, memory: HostBytes, slot_bytes: int, after: Fence
+    def launch(
+        self, moves: Moves, to_host: bool, after: Fence, lent: LentMemory | None = None
     ) -> CopyFence:
+        memory, slot_bytes = self._slab.flat, self._slab.slot_bytes
+        if lent is not None:
+            check_within(lent.bytes, moves, self._layout)
+            memory, slot_bytes = np.frombuffer(lent.bytes, np.int8), 1
         fence = CopyFence()
         with self._closing:
             if self._is_closed:
                 raise RuntimeError("the copier is closed")
             self._queue.put(Job(moves, to_host, memory, slot_bytes, after, fence))
         return fence
+
+    def can_borrow(self) -> bool:
+        return True
 
     def stats(self) -> dict[str, str | int]:
         return {"copier": "cpu"}

@@ -89,15 +89,13 @@ class StreamFence(CopyFence):
         else:
             self.reach()
 
-    @property
-    def copy_time_s(self) -> float:
-        if not self._is_reached or self.error is not None or self._events is None:
-            return 0.0
-        try:
-            return self._timing.seconds_to(self._events)
-        except Exception as error:
-            log.warning("the time of a copy is not known: %s", error)
-            return 0.0
+    def reach(self, error: BaseException | None = None, copy_time_s: float = 0.0) -> None:
+        if not (error or self.error or self._events is None):
+            try:
+                copy_time_s = self._timing.seconds_to(self._events)
+            except Exception as unknown:
+                log.warning("the time of a copy is not known: %s", unknown)
+        super().reach(error, copy_time_s)
 
     def all_enqueued(
         self, timing: Timing, events: Sequence[CudaEvent], error: BaseException | None

@@ -423,23 +423,19 @@ class StreamCopier:
     def record_fence(self) -> Fence:
         return EngineFence(self._device.engine_event())
 
-    def launch(self, moves: Moves, to_host: bool, after: Fence) -> CopyFence:
-        return self._launch(moves, self._slot_bytes, self._device.slab, to_host, after)
-
-    def can_borrow(self) -> bool:
-        return self._device.can_pin_lent()
-
-    def launch_from(self, memory: LentMemory, moves: Moves, after: Fence) -> CopyFence:
-        check_within(memory.bytes, moves, self._layout)
-        lent = self._device.lent(memory, self._plan.host_end(moves))
-        return self._launch(moves, 1, lent, False, after)
-
-    def _launch(
-        self, moves: Moves, slot_bytes: int, memory: Pinning, to_host: bool, after: Fence
+    def launch(
+        self, moves: Moves, to_host: bool, after: Fence, lent: LentMemory | None = None
     ) -> CopyFence:
+        memory, slot_bytes = self._device.slab, self._slot_bytes
+        if lent is not None:
+            check_within(lent.bytes, moves, self._layout)
+            memory, slot_bytes = self._device.lent(lent, self._plan.host_end(moves)), 1
         fence = StreamFence(self._launcher.watch)
         self._launcher.submit(StreamJob(moves, slot_bytes, memory, to_host, after, fence))
         return fence
+
+    def can_borrow(self) -> bool:
+        return self._device.can_pin_lent()
 
     def stats(self) -> dict[str, str | int]:
         groups = zip(self._plan.parts, self._layout.regions, strict=True)

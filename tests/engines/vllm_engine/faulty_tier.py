@@ -124,7 +124,7 @@ class FaultyCopies:
 
     @classmethod
     def follow(cls, file):
-        def launch(copier, moves, to_host, after):
+        def launch(copier, moves, to_host, after, lent=None):
             plan = file.now().copy
             if plan is not None:
                 cls.calls += 1
@@ -133,10 +133,10 @@ class FaultyCopies:
                         raise cls.error
                     if plan.fault == "repeat":
                         return cls.real(
-                            copier, moves if to_host else repeated(moves), to_host, after
+                            copier, moves if to_host else repeated(moves), to_host, after, lent
                         )
                     return cls()  # a fence, and nothing has been copied
-            return cls.real(copier, moves, to_host, after)
+            return cls.real(copier, moves, to_host, after, lent)
 
         CpuCopier.launch = launch
 

@@ -111,7 +111,7 @@ def drive(workers, until):
     for group in range(len(groups)):
         slots += [free + i * rows[group] for i in range(CHUNKS)]
         free += CHUNKS * rows[group]
-    host, target = CPULoadStoreSpec(slots), BackendLoadStoreSpec("disk", keys)
+    host, target = CPULoadStoreSpec(slots), BackendLoadStoreSpec("disk", tuple(keys))
     source = GPULoadStoreSpec(
         list(range(1, 1 + len(keys))), group_sizes=sizes, block_indices=starts
     )
