@@ -2,7 +2,7 @@
 
 ``python -m benchmarks.hops`` stores one block and loads it back from disk, through
 :class:`LocalConnector` with a disk tier and copies on the CPU. It counts calls, distinct functions
-and files of ``kvoffload`` by step, without comprehensions and without the disk's housekeeper.
+and files of ``kvoffload`` by step, without comprehensions, housekeeping and operators' commands.
 Another block goes before it each time, so that no first use is counted. The numbers are the same on
 every machine, up to a few calls that depend on the timing of threads.
 
@@ -31,8 +31,8 @@ from kvoffload.messages import CanonicalKVCacheRef, CanonicalKVCaches, Canonical
 
 BLOCK = 16
 PACKAGE = str(Path(kvoffload.__file__).parent)
-HOUSEKEEPER = "kvoffload-disk"
-"""The thread that scans and cleans the disk's folder; its work belongs to no block."""
+OTHERS = ("kvoffload-disk", "kvoffload-control")
+"""Threads whose work belongs to no block: one cleans the disk's folder, one answers commands."""
 GOALS = {
     "store to host memory and disk, engine's process": {"functions": 110},
     "load from disk, engine's process": {"functions": 120},
@@ -69,7 +69,7 @@ class Hops:
         code = frame.f_code
         if not self.on or event != "call" or not code.co_filename.startswith(PACKAGE):
             return
-        if threading.current_thread().name == HOUSEKEEPER:
+        if threading.current_thread().name in OTHERS:
             return
         if not code.co_name.endswith(("comp>", "genexpr>", "<module>")):
             self.calls[code] += 1

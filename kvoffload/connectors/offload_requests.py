@@ -1,10 +1,9 @@
-"""What connectors remember of requests: their state, their uses of chunks, their short loads."""
+"""What connectors remember of requests: their uses of chunks, and their short loads."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Protocol
 
-from kvoffload.offload.base import LoadJob, Manager, OffloadKey, ReqContext, tenant_id
+from kvoffload.offload.base import Manager, OffloadKey, ReqContext
 
 MAX_REMEMBERED = 1024
 """Requests; more only if an engine never admits those again whose loads were short."""
@@ -28,43 +27,6 @@ class OffloadRequest(Protocol):
     def block_hashes(self) -> Sequence[bytes]:
         """Chained hashes of the full blocks."""
         ...
-
-
-@dataclass(eq=False)
-class RequestState:
-    """The connector's state of a request."""
-
-    context: ReqContext
-    keys: list[list[OffloadKey]]
-    """Keys of the full chunks, for each KV cache group."""
-    next_store: list[int]
-    """First chunk not offered for storing yet, for each group."""
-    start: int = 0
-    """Tokens in GPU memory, where a load would begin."""
-    promised: int = 0
-    """Tokens that the last lookup said can be loaded."""
-    pending_since_s: float | None = None
-    loads: set[LoadJob] = field(default_factory=set)
-    """The jobs in flight that load for the request."""
-    owner: Callable[[], OffloadRequest | None] = lambda: None
-    """Returns the object that last stood for the request, while it is alive."""
-    asked: Callable[[], OffloadRequest | None] = lambda: None
-    """The same, of the last lookup."""
-    outbid: list[Callable[[], OffloadRequest | None]] = field(default_factory=list)
-    """The same, of lookups before, by other objects: what was promised last counts alone."""
-    has_kv: bool = False
-    """Whether it was admitted: it has computed or loaded some of its KV cache, or may have."""
-    barred: bool = False
-    """Its KV cache is older than a reset: it must not be stored any more."""
-    refused: tuple[OffloadKey, ...] = ()
-    """Chunks that found no room when they were last offered for storing."""
-
-
-def new_state(request: OffloadRequest, num_groups: int) -> RequestState:
-    """Make the state of a request that has no chunks yet."""
-    params, salt = (getattr(request, name, None) for name in ("kv_transfer_params", "cache_salt"))
-    context = ReqContext(request.request_id, params, tenant=tenant_id(salt))
-    return RequestState(context, [[] for _ in range(num_groups)], [0] * num_groups)
 
 
 class UseCounter:

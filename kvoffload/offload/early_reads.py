@@ -43,8 +43,6 @@ class EarlyReads:
         queue: of requests.
         tiers_of: returns the tiers that a request may load from.
         stored_on: returns the names of those that its chunks may be stored on; None: all.
-        take_slots: evicts for chunks as :meth:`HostCache.reserve`; returns slots for the leading
-            ones.
         promises: knows what each tier loads for running requests.
         jobs: the manager's jobs in flight.
         figures: counts the chunks that were read.
@@ -56,7 +54,6 @@ class EarlyReads:
         queue: WaitingQueue,
         tiers_of: Callable[[ReqContext], tuple[Tier, ...]],
         stored_on: Callable[[ReqContext], tuple[str, ...] | None],
-        take_slots: Callable[[Sequence[OffloadKey]], tuple[list[int], object]],
         promises: Promises,
         jobs: JobsInFlight,
         figures: Registry,
@@ -65,7 +62,6 @@ class EarlyReads:
         self._queue = queue
         self._tiers_of = tiers_of
         self._stored_on = stored_on
-        self._take_slots = take_slots
         self._promises = promises
         self._jobs = jobs
         self._limit_bytes = min(host.capacity_bytes // PART, promises.share_bytes // 2)
@@ -154,7 +150,7 @@ class EarlyReads:
     def _slots_for(self, request: QueuedRequest, keys: Sequence[OffloadKey]) -> list[int]:
         self._queue.claims.served = request
         try:
-            return self._take_slots(keys)[0] if keys else []
+            return self._host.reserve(keys)[0] if keys else []
         finally:
             self._queue.claims.served = None
 

@@ -155,6 +155,8 @@ class ExtentCache(HostCache):
             slots.append(left.pop())
         for slot in (slot for left in taken.values() for slot in left):
             self._put(slot)
+        if evicted:
+            self.on_evicted(evicted)
         return slots, evicted
 
     def _make_room(

@@ -74,6 +74,8 @@ class HostCache:
         """Chunks that are kept for requests in the queue, here or once they are; see
         :meth:`claim`. The value is the claimant's."""
         self._give_way: Callable[[int], bool] = lambda count: False
+        self.on_evicted: Callable[[Sequence[OffloadKey]], None] = lambda keys: None
+        """Called with the chunks that :meth:`reserve` has evicted."""
         self._tenants: TenantShares | None = None
 
     # ---- lookup ----
@@ -189,6 +191,7 @@ class HostCache:
         if spared:
             self.make_evictable(list(spared), list(spared.values()))
         self._left(gone)
+        self.on_evicted(gone)
         return gone
 
     def free(self, slot: int) -> None:

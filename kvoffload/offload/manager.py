@@ -107,6 +107,7 @@ class TieredOffloadingManager(OffloadingManager):
         )
         """Which loads are worth their time; connectors ask."""
         self._events = EventLog(self.counters, self.figures.removals)
+        host.on_evicted = self._events.evicted
         self._jobs = JobsInFlight(self.counters)
         self._num_resets = 0
         self.unexpected = self._jobs.unexpected
@@ -119,7 +120,7 @@ class TieredOffloadingManager(OffloadingManager):
         )
         self._write_through.use(self.tiers)
         self._passthrough = PassThrough(host, self._write_through, promote)
-        take = self._reserve if caching else self._passthrough.take_turns
+        take = host.reserve if caching else self._passthrough.take_turns
         self._staging = Staging(host, take, caching)
         self._retirement = Retirement(host, self._write_through)
         share = waiting_share if caching else 0.0
@@ -130,7 +131,6 @@ class TieredOffloadingManager(OffloadingManager):
             self.waiting,
             self._tiers_of,
             lambda context: self.hints(context).tiers,
-            self._reserve,
             self.promises,
             self._jobs,
             self.figures,
@@ -224,15 +224,6 @@ class TieredOffloadingManager(OffloadingManager):
                 self.promises.begun(job)
         return job
 
-    def _reserve(
-        self, keys: Sequence[OffloadKey], protected: Collection[OffloadKey] = ()
-    ) -> tuple[list[int], list[OffloadKey]]:
-        """Take slots for as many leading chunks as possible; return them and the evicted chunks."""
-        slots, evicted = self._host.reserve(keys, protected)
-        if evicted:
-            self._events.evicted(evicted)
-        return slots, evicted
-
     def _load_ended(self, job: LoadJob, ok: Sequence[bool], settled: bool, reason: str) -> None:
         if job.sources:
             self.promises.ended(job, () if settled else job.failed(ok))
@@ -298,7 +289,7 @@ class TieredOffloadingManager(OffloadingManager):
         protected = keys if len(new) < len(keys) else ()
         fitting = new if self._caching else self._passthrough.fitting(new)
         self._host.own(fitting, (req_context or NO_REQUEST).tenant)
-        slots, evicted = self._reserve(fitting, protected)
+        slots, evicted = self._host.reserve(fitting, protected)
         refused = tuple(new[len(slots) :])
         if refused:
             self._host.disown(refused)

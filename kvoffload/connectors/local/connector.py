@@ -46,14 +46,9 @@ from kvoffload.connectors.local.chunking import (
 )
 from kvoffload.connectors.local.live_cache import LocalOperators
 from kvoffload.connectors.local.prefix_search import longest
-from kvoffload.connectors.local.request_states import RequestStates, reference
+from kvoffload.connectors.local.request_states import RequestState, RequestStates, reference
 from kvoffload.connectors.local.transfers import LoadOutcome, LoadRange, Transfers
-from kvoffload.connectors.offload_requests import (
-    LoadBackoff,
-    OffloadRequest,
-    RequestState,
-    UseCounter,
-)
+from kvoffload.connectors.offload_requests import LoadBackoff, OffloadRequest, UseCounter
 from kvoffload.connectors.spans import open_spans
 from kvoffload.core.hashing import BlockHasher
 from kvoffload.core.interface import KVCacheConfig
@@ -151,7 +146,7 @@ class LocalConnector:
         queue. Its attribute ``cache_salt``, if it has one, names the tenant. One tenant gets at
         most half of ``waiting_share`` while requests of other tenants wait.
         """
-        state = self._state(request)
+        state = self._requests.of(request)
         if self._manager.hints(state.context).max_load_tokens != 0:
             list_keys = partial(self._keys_to_load, request, state)
             was_preempted = self._uses.has_counted(request.request_id)
@@ -188,7 +183,7 @@ class LocalConnector:
         if self._transfers.will_name(request.request_id):
             return None  # poll could not say which of two loads has ended
         start = given.token_count("num_computed_tokens", num_computed_tokens)
-        state, groups = self._state(request), self._groups
+        state, groups = self._requests.of(request), self._groups
         if state.promised and (before := state.asked()) is not None and before is not request:
             state.outbid = [*state.outbid, state.asked][-MOST_OUTBID:]
         state.asked, state.promised = reference(request), 0
@@ -249,7 +244,7 @@ class LocalConnector:
             block_ids: for each KV cache group the request's blocks from its first token on.
             num_external_tokens: what the lookup returned, or fewer whole blocks of all groups.
         """
-        state = self._state(request)
+        state = self._requests.of(request)
         state.has_kv = True
         try:
             if not num_external_tokens:
@@ -313,7 +308,7 @@ class LocalConnector:
         """Offer the chunks that have become full for storing; ``block_ids`` as at the load."""
         given.check_tables(block_ids, self._groups, num_computed_tokens)
         self._short_loads.computed(request.request_id)
-        state = self._state(request)
+        state = self._requests.of(request)
         if not state.has_kv:  # admitted without a load
             state.has_kv = True
             self._manager.request_admitted(state.context)
@@ -422,7 +417,7 @@ class LocalConnector:
         See :meth:`kvoffload.offload.base.Manager.explain`; for people, not for every step.
         """
         known = self._requests.find(request)
-        state = known or self._state(request)
+        state = known or self._requests.of(request)
         self._groups.extend_keys(state.keys, request.block_hashes)
         if not known:
             self._requests.remove(state)
@@ -445,18 +440,12 @@ class LocalConnector:
     def _forget(self, request: OffloadRequest, *, again: bool = False) -> bool:
         self._short_loads.gave_up(request.request_id)
         groups = self._groups
-        state = self._requests.find_to_end(request) or self._state(request)
+        state = self._requests.find_to_end(request) or self._requests.of(request)
         self._requests.remove(state)
         self._uses.end(state.context, lambda: groups.from_head_to_tail(state.keys), again=again)
         if state.refused:
             self._manager.drop(state.refused)
         return self._transfers.request_ended(state)
-
-    def _state(self, request: OffloadRequest) -> RequestState:
-        if (state := self._requests.find(request)) is None:
-            given.check_request(request)
-            state = self._requests.add(request)
-        return state
 
     def _count_use(self, state: RequestState, loaded_end: int) -> None:
         """Count the request as a use of its chunks; of windows, of the chunks it reads."""

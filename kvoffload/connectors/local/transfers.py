@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 
 from kvoffload.connectors.jobs import JobTable
 from kvoffload.connectors.local.chunking import BlockTables, ChunkGroups, Piece, cut
-from kvoffload.connectors.offload_requests import LoadBackoff, RequestState
+from kvoffload.connectors.local.request_states import RequestState
+from kvoffload.connectors.offload_requests import LoadBackoff
 from kvoffload.connectors.spans import Spans
 from kvoffload.messages import TransferResult
 from kvoffload.offload.base import Job, LoadJob, Manager
@@ -168,15 +169,17 @@ class Transfers:
         load.state.loads.discard(job)
         if job.stale:
             return LoadOutcome(name, 0, ok=False)
-        if not job.sources and len(job.keys) == job.num_asked and all(result.ok):
-            end, tokens = load.end, Counter({"CPU": load.end - load.start})
+        end, is_whole = load.end, len(job.keys) == job.num_asked and all(result.ok)
+        if is_whole and not job.sources:
+            tokens = Counter({"CPU": end - load.start})
         else:
             arrived = {
                 (piece.group, piece.chunk): medium
                 for piece, medium, ok in zip(load.pieces, job.media(), result.ok, strict=True)
                 if ok
             }
-            end = self._groups.usable(load.start, load.end, arrived)
+            if not is_whole:
+                end = self._groups.usable(load.start, end, arrived)
             tokens = self._groups.tokens_by_medium(load.start, end, arrived)
         if waits and end < load.end:
             self._note_short_load(name)
