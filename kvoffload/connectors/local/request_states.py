@@ -71,14 +71,13 @@ class RequestStates:
         if (state := self.find(request)) is not None:
             return state
         check_request(request)
-        params, salt = (
-            getattr(request, each, None) for each in ("kv_transfer_params", "cache_salt")
+        params = getattr(request, "kv_transfer_params", None)
+        tenant = tenant_id(getattr(request, "cache_salt", None))
+        context, count = (
+            ReqContext(request.request_id, params, tenant=tenant),
+            len(self._groups.all),
         )
-        context, groups = (
-            ReqContext(request.request_id, params, tenant=tenant_id(salt)),
-            self._groups,
-        )
-        state = RequestState(context, [[] for _ in groups.all], [0] * len(groups.all))
+        state = RequestState(context, [[] for _ in range(count)], [0] * count)
         state.owner = reference(request)
         states = self._of_name.setdefault(request.request_id, [])
         # Its hashes may have changed, or a namesake had its prefix: its KV cache may be older.
