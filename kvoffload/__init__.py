@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from kvoffload.backends.threaded import InlineBackend, ThreadedBackend
     from kvoffload.config import BackendConfig, ByteSize, OffloadConfig, parse_config
     from kvoffload.connectors.local import LocalConnector
+    from kvoffload.connectors.local.request_states import OffloadRequest
     from kvoffload.connectors.local.transfers import LoadOutcome
-    from kvoffload.connectors.offload_requests import OffloadRequest
     from kvoffload.connectors.weights import folder_digest
     from kvoffload.core.canonicalize import canonicalize_kv_caches
     from kvoffload.errors import ConfigError, KVOffloadError, UsageError
@@ -58,7 +58,7 @@ _MODULES = {
     "config": ("BackendConfig", "ByteSize", "OffloadConfig", "parse_config"),
     "connectors.local": ("LocalConnector",),
     "connectors.local.transfers": ("LoadOutcome",),
-    "connectors.offload_requests": ("OffloadRequest",),
+    "connectors.local.request_states": ("OffloadRequest",),
     "connectors.weights": ("folder_digest",),
     "core.canonicalize": ("canonicalize_kv_caches",),
     "errors": ("ConfigError", "KVOffloadError", "UsageError"),

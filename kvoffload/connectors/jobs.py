@@ -1,12 +1,12 @@
-"""Jobs in flight, from their order to the answer of the last rank."""
+"""What connectors tell the manager: answers of all ranks to its jobs, and uses of chunks."""
 
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from operator import and_
 
 from kvoffload.connectors.spans import Spans
 from kvoffload.messages import TransferResult
-from kvoffload.offload.base import Job, Manager, StoreJob
+from kvoffload.offload.base import Job, Manager, OffloadKey, ReqContext, StoreJob
 
 
 class JobTable(dict[int, Job]):
@@ -103,3 +103,60 @@ class JobTable(dict[int, Job]):
         if job_id in self.unsettled and job.ranks_unsettled <= 0:
             del self.unsettled[job_id]
             self._manager.release_slots(job.unsettled_slots(job.ok), job.id)
+
+
+class UseCounter:
+    """Counts each request once as a use of its chunks, and retires the chunks when it ends.
+
+    A request counts before room is made for it: when its load begins, or when its first chunks are
+    offered for storing. Chunks of full attention count wherever they are, also in GPU memory alone.
+    Chunks of windows and states count if the request loads them.
+
+    Args:
+        manager: gets the uses and ends.
+    """
+
+    def __init__(self, manager: Manager) -> None:
+        self._manager = manager
+        self._counted: set[str] = set()
+
+    def count(self, context: ReqContext, used: Callable[[], Sequence[OffloadKey]]) -> bool:
+        """Count a request, unless it was counted before; return whether this call counted it.
+
+        Args:
+            context: of the request.
+            used: lists the chunks that it uses, head to tail; called only if the request counts.
+        """
+        if context.req_id in self._counted:
+            return False
+        self._counted.add(context.req_id)
+        self._manager.touch(used(), context)
+        return True
+
+    def has_counted(self, req_id: str) -> bool:
+        """Whether a request has counted, and not ended: it runs, or was preempted."""
+        return req_id in self._counted
+
+    def end(
+        self,
+        context: ReqContext,
+        chunks: Callable[[], Sequence[OffloadKey]],
+        *,
+        again: bool = False,
+    ) -> None:
+        """Retire the chunks of an ended request: its tail leaves before its head.
+
+        A request that was never admitted did not count. It leaves the order as it is.
+
+        Args:
+            context: of the request.
+            chunks: lists its chunks, head to tail; called only if the request counted.
+            again: it will be admitted again, and must not count again.
+        """
+        used = chunks() if context.req_id in self._counted else ()
+        if again:  # it has not ended: what it says of its session's return counts later
+            self._manager.request_admitted(context)
+            self._manager.retire(used)
+        else:
+            self._manager.retire(used, context)
+            self._counted.discard(context.req_id)

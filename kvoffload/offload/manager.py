@@ -233,15 +233,10 @@ class TieredOffloadingManager(OffloadingManager):
         elif all(ok) and self._host.unpin_all(job.held[::-1]):
             self._retirement.landed(job.keys)
             return
-        self._take_in(job, ok, settled, reason, job.tiers)
+        self._take_in(job, ok, settled, reason)
 
     def _take_in(
-        self,
-        job: LoadJob | EarlyRead,
-        ok: Sequence[bool],
-        settled: bool,
-        reason: str,
-        tiers: tuple[str, ...] | None,
+        self, job: LoadJob | EarlyRead, ok: Sequence[bool], settled: bool, reason: str
     ) -> Collection[OffloadKey]:
         """End a load or read chunk by chunk; return the chunks that arrived from tiers."""
         ended = self._staging.end_load(job, ok, settled)
@@ -254,7 +249,7 @@ class TieredOffloadingManager(OffloadingManager):
             self.waiting.lost(failed)
         self._events.stored(ended.arrived)
         if self._promote and ended.fetched and len(self.tiers) > 1:
-            self._write_through.promote(ended.fetched, self._tiers_for(tiers))
+            self._write_through.promote(ended.fetched, self._tiers_for(job.tiers))
         self._write_through.begin()
         self._retirement.landed(job.keys)
         return ended.arrived
@@ -262,7 +257,7 @@ class TieredOffloadingManager(OffloadingManager):
     def _early_read_ended(
         self, job: EarlyRead, ok: Sequence[bool], settled: bool, reason: str
     ) -> None:
-        arrived = self._take_in(job, ok, settled, reason, job.tiers)
+        arrived = self._take_in(job, ok, settled, reason)
         self._early.ended(job, ok, settled, arrived)
         if job.num_bytes:
             self._late[job.id] = job

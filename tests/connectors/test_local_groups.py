@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from kvoffload.connectors.local import LocalConnector
-from kvoffload.connectors.offload_requests import LoadBackoff
+from kvoffload.connectors.local.request_states import LoadBackoff
 from kvoffload.core.hashing import BlockHasher, HashChain
 from kvoffload.core.interface import (
     ChunkedLocalAttentionSpec,

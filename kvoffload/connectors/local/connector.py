@@ -33,6 +33,7 @@ from kvoffload.config import OffloadConfig
 from kvoffload.config_sources import read_config
 from kvoffload.connectors.builder import TieredOffloadingSpec
 from kvoffload.connectors.chunk_size import blocks_of
+from kvoffload.connectors.jobs import UseCounter
 from kvoffload.connectors.local import engine_arguments as given
 from kvoffload.connectors.local.chunking import (
     BlockTables,
@@ -46,9 +47,14 @@ from kvoffload.connectors.local.chunking import (
 )
 from kvoffload.connectors.local.live_cache import LocalOperators
 from kvoffload.connectors.local.prefix_search import longest
-from kvoffload.connectors.local.request_states import RequestState, RequestStates, reference
+from kvoffload.connectors.local.request_states import (
+    LoadBackoff,
+    OffloadRequest,
+    RequestState,
+    RequestStates,
+    reference,
+)
 from kvoffload.connectors.local.transfers import LoadOutcome, LoadRange, Transfers
-from kvoffload.connectors.offload_requests import LoadBackoff, OffloadRequest, UseCounter
 from kvoffload.connectors.spans import open_spans
 from kvoffload.core.hashing import BlockHasher
 from kvoffload.core.interface import KVCacheConfig

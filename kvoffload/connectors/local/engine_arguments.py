@@ -5,7 +5,6 @@ from operator import index
 from typing import SupportsIndex
 
 from kvoffload.connectors.local.chunking import BlockTables, ChunkGroups, Keys, Piece
-from kvoffload.connectors.offload_requests import OffloadRequest
 from kvoffload.core.groups import Group
 from kvoffload.errors import ConfigError, UsageError
 from kvoffload.messages import CanonicalKVCaches
@@ -25,19 +24,6 @@ def check_caches(kv_caches: CanonicalKVCaches, kinds: Sequence[Group]) -> None:
         raise ConfigError("kv_caches", f"{given} groups", remedy)
 
 
-def check_request(request: OffloadRequest) -> None:
-    """Raise UsageError unless an engine's request has a name, a length and hashes.
-
-    Called once a request, when it is seen first.
-    """
-    hashes = request.block_hashes
-    if not isinstance(request.request_id, str):
-        raise _wrong("request_id", request.request_id, "must be a text that no other request has")
-    token_count("num_tokens", request.num_tokens)
-    if len(hashes) and not isinstance(hashes[0], bytes):
-        raise _wrong("block_hashes", hashes[0], "must be bytes, as a SHA-256 of all tokens so far")
-
-
 def token_count(field: str, value: SupportsIndex) -> int:
     """Return a number of tokens; UsageError: it is none."""
     try:
@@ -45,7 +31,7 @@ def token_count(field: str, value: SupportsIndex) -> int:
     except TypeError:
         count = -1
     if count < 0:
-        raise _wrong(field, value, "must be a number of tokens, 0 or more")
+        raise wrong(field, value, "must be a number of tokens, 0 or more")
     return count
 
 
@@ -61,11 +47,11 @@ def block_numbers(blocks: Iterable[SupportsIndex], limit: int, field: str = "blo
         listed = blocks.tolist() if hasattr(blocks, "tolist") else list(blocks)
         numbers = list(map(index, listed))
     except TypeError:
-        raise _wrong(field, blocks, _NUMBERS) from None
+        raise wrong(field, blocks, _NUMBERS) from None
     if listed and isinstance(listed[0], bool):
-        raise _wrong(field, blocks, _NUMBERS)
+        raise wrong(field, blocks, _NUMBERS)
     if numbers and not (min(numbers) >= 0 and max(numbers) < limit):
-        raise _wrong(field, numbers, f"must be below {limit}, the blocks of kv_caches")
+        raise wrong(field, numbers, f"must be below {limit}, the blocks of kv_caches")
     return numbers
 
 
@@ -79,11 +65,11 @@ def check_tables(tables: BlockTables, groups: ChunkGroups, num_tokens: int) -> N
         lengths = []
     if len(lengths) != count:
         remedy = f"must be a sequence of block numbers for each of {count} KV cache groups"
-        raise _wrong("block_ids", tables, f"{remedy}: [[1, 2, 3]] for one group")
+        raise wrong("block_ids", tables, f"{remedy}: [[1, 2, 3]] for one group")
     for group in groups.offloaded:
         if lengths[group.index] < num_tokens // group.block_size:
             remedy = f"has too few blocks for {num_tokens} tokens of {group.block_size} a block"
-            raise _wrong(f"block_ids[{group.index}]", tables[group.index], remedy)
+            raise wrong(f"block_ids[{group.index}]", tables[group.index], remedy)
 
 
 def check_pieces(pieces: Sequence[Piece], keys: Keys, tables: BlockTables, num_blocks: int) -> None:
@@ -93,7 +79,7 @@ def check_pieces(pieces: Sequence[Piece], keys: Keys, tables: BlockTables, num_b
     for group, last in {piece.group: piece for piece in pieces}.items():
         if last.chunk >= len(keys[group]):
             remedy = f"name {len(keys[group])} full chunks; these tokens are more"
-            raise _wrong("block_hashes", f"group {group}", remedy)
+            raise wrong("block_hashes", f"group {group}", remedy)
         blocks = tables[group][firsts[group].first_block : last.end_block]
         block_numbers(blocks, num_blocks, f"block_ids[{group}]")
 
@@ -108,10 +94,11 @@ def check_promise(groups: ChunkGroups, num_tokens: SupportsIndex, promised: int)
     wanted = token_count(field, num_tokens)
     if wanted > promised or wanted % groups.alignment:
         remedy = f"get_num_new_matched_tokens returned {promised}: pass that, or fewer whole blocks"
-        raise _wrong(field, wanted, f"{remedy} of {groups.alignment} tokens")
+        raise wrong(field, wanted, f"{remedy} of {groups.alignment} tokens")
     return wanted
 
 
-def _wrong(field: str, value: object, remedy: str) -> UsageError:
+def wrong(field: str, value: object, remedy: str) -> UsageError:
+    """Return the error that names a field, its value and the remedy."""
     text = repr(value)
     return UsageError(f"{field} = {text if len(text) <= 80 else text[:76] + ' ...'}: {remedy}")

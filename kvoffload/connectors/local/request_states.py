@@ -1,18 +1,41 @@
-"""The states of an engine's requests, found by a request; two of them may have one name.
+"""What is remembered of an engine's requests; two of them may have one name.
 
 An engine may pass another object for its request in each call. So an object stands for the request
 of its name, unless an object with other content still does.
 """
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
+from typing import Protocol
 
 from kvoffload.connectors.local.chunking import ChunkGroups
-from kvoffload.connectors.local.engine_arguments import check_request
-from kvoffload.connectors.offload_requests import OffloadRequest
+from kvoffload.connectors.local.engine_arguments import token_count, wrong
 from kvoffload.offload.base import LoadJob, OffloadKey, ReqContext, tenant_id
+
+MAX_REMEMBERED = 1024
+"""Requests; more only if an engine never admits those again whose loads were short."""
+
+
+class OffloadRequest(Protocol):
+    """The attributes of an engine's request that the connector reads.
+
+    A request may also have ``kv_transfer_params``, with hints: see ``docs/guides/vllm.md``. Its
+    ``cache_salt``, if it has one, names its tenant.
+    """
+
+    request_id: str
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the prompt and those generated so far."""
+        ...
+
+    @property
+    def block_hashes(self) -> Sequence[bytes]:
+        """Chained hashes of the full blocks."""
+        ...
 
 
 @dataclass(eq=False)
@@ -70,7 +93,7 @@ class RequestStates:
         """
         if (state := self.find(request)) is not None:
             return state
-        check_request(request)
+        _check(request)
         params = getattr(request, "kv_transfer_params", None)
         tenant = tenant_id(getattr(request, "cache_salt", None))
         context, count = (
@@ -118,3 +141,63 @@ def reference(request: OffloadRequest) -> Callable[[], OffloadRequest | None]:
         return weakref.ref(request)
     except TypeError:  # a class with slots
         return lambda: request
+
+
+def _check(request: OffloadRequest) -> None:
+    """Raise UsageError unless an engine's request has a name, a length and hashes.
+
+    Called once a request, when it is seen first.
+    """
+    hashes = request.block_hashes
+    if not isinstance(request.request_id, str):
+        raise wrong("request_id", request.request_id, "must be a text that no other request has")
+    token_count("num_tokens", request.num_tokens)
+    if len(hashes) and not isinstance(hashes[0], bytes):
+        raise wrong("block_hashes", hashes[0], "must be bytes, as a SHA-256 of all tokens so far")
+
+
+class LoadBackoff:
+    """Counts the short loads of each request since it last computed something.
+
+    An engine that cannot use a part of a load admits the request again. With the same promise and
+    the same short load each time, the engine would never begin to compute. So a request is promised
+    nothing more after some short loads.
+
+    Args:
+        tolerated: short loads in a row after which the next is still promised.
+    """
+
+    def __init__(self, tolerated: int) -> None:
+        self._tolerated = tolerated
+        self._counts: dict[str, int] = {}
+        # Requests that have not been admitted again since.
+        self._just_ended: set[str] = set()
+
+    def note(self, request_id: str) -> bool:
+        """A load was short; return whether the request is declined from now on."""
+        count = self._counts.pop(request_id, 0) + 1
+        self._counts[request_id] = count
+        self._just_ended.add(request_id)
+        if len(self._counts) > MAX_REMEMBERED:
+            self._forget(next(iter(self._counts)))
+        return count > self._tolerated
+
+    def declined(self, request_id: str) -> bool:
+        """Whether a request is to be promised nothing."""
+        return self._counts.get(request_id, 0) > self._tolerated
+
+    def computed(self, request_id: str) -> None:
+        """A request has got on: its loads may be tried again."""
+        if self._counts:
+            self._forget(request_id)
+
+    def gave_up(self, request_id: str) -> None:
+        """Note that a request gave up its blocks; it is admitted again if its load just ended."""
+        if request_id in self._just_ended:
+            self._just_ended.remove(request_id)
+        else:
+            self._forget(request_id)
+
+    def _forget(self, request_id: str) -> None:
+        self._counts.pop(request_id, None)
+        self._just_ended.discard(request_id)

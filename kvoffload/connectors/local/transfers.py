@@ -6,8 +6,7 @@ from dataclasses import dataclass, field
 
 from kvoffload.connectors.jobs import JobTable
 from kvoffload.connectors.local.chunking import BlockTables, ChunkGroups, Piece, cut
-from kvoffload.connectors.local.request_states import RequestState
-from kvoffload.connectors.offload_requests import LoadBackoff
+from kvoffload.connectors.local.request_states import LoadBackoff, RequestState
 from kvoffload.connectors.spans import Spans
 from kvoffload.messages import TransferResult
 from kvoffload.offload.base import Job, LoadJob, Manager

@@ -21,7 +21,7 @@ from vllm.v1.kv_offload.base import PrepareStoreOutput as VllmStoreOutput
 from vllm.v1.kv_offload.base import ReqContext as VllmContext
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from kvoffload.connectors.offload_requests import UseCounter
+from kvoffload.connectors.jobs import UseCounter
 from kvoffload.connectors.vllm.engine_metrics import USAGE, StatsPublisher
 from kvoffload.metrics.samples import Sample, total
 from kvoffload.offload.base import (
