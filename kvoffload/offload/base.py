@@ -264,12 +264,12 @@ class Manager(Protocol):
         """
 
     @abstractmethod
-    def release_slots(self, host_slots: Iterable[int], job_id: int = 0) -> None:
+    def release_slots(self, host_slots: Iterable[int], job: Job | None = None) -> None:
         """Take back slots of an unsettled transfer that nothing touches any more.
 
         Args:
             host_slots: the slots.
-            job_id: of the job that used them. Until then they count as its tier's, which gets no
+            job: the answered job that used them. Until now they count as its tier's, which gets no
                 more than its share of host memory.
         """
 

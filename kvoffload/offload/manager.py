@@ -113,8 +113,6 @@ class TieredOffloadingManager(OffloadingManager):
         self.unexpected = self._jobs.unexpected
         """Counts and logs an answer that fits no job; takes the words for the answer."""
         limit_bytes = max_persisting_slots * host.slot_bytes
-        self._late: dict[int, LoadJob | WriteJob | EarlyRead] = {}
-        """Answered jobs for which a tier may still access host memory."""
         self._write_through = WriteThrough(
             host, limit_bytes, self._not_stored, self._jobs, self._dropped
         )
@@ -227,8 +225,6 @@ class TieredOffloadingManager(OffloadingManager):
     def _load_ended(self, job: LoadJob, ok: Sequence[bool], settled: bool, reason: str) -> None:
         if job.sources:
             self.promises.ended(job, () if settled else job.failed(ok))
-            if job.late_bytes:
-                self._late[job.id] = job
         # From tail to head, so that the tail of a prompt is the older and leaves first.
         elif all(ok) and self._host.unpin_all(job.held[::-1]):
             self._retirement.landed(job.keys)
@@ -253,14 +249,6 @@ class TieredOffloadingManager(OffloadingManager):
         self._write_through.begin()
         self._retirement.landed(job.keys)
         return ended.arrived
-
-    def _early_read_ended(
-        self, job: EarlyRead, ok: Sequence[bool], settled: bool, reason: str
-    ) -> None:
-        arrived = self._take_in(job, ok, settled, reason)
-        self._early.ended(job, ok, settled, arrived)
-        if job.num_bytes:
-            self._late[job.id] = job
 
     # ---- stores ----
 
@@ -353,7 +341,8 @@ class TieredOffloadingManager(OffloadingManager):
         elif isinstance(job, StoreJob):
             self._store_ended(job, ok, settled)
         elif isinstance(job, EarlyRead):
-            self._early_read_ended(job, ok, settled, reason)
+            arrived = self._take_in(job, ok, settled, reason)
+            self._early.ended(job, ok, settled, arrived)
 
     def _transfer_ended(self, transfer: WriteJob, ok: Sequence[bool], settled: bool) -> None:
         for name in reversed(transfer.held):
@@ -364,21 +353,18 @@ class TieredOffloadingManager(OffloadingManager):
             self._events.written(tier, good)
         if settled:
             self._write_through.settled(transfer)
-        else:
-            self._late[transfer.id] = transfer
         self._retirement.landed(transfer.keys)
 
-    def release_slots(self, host_slots: Iterable[int], job_id: int = 0) -> None:
+    def release_slots(self, host_slots: Iterable[int], job: Job | None = None) -> None:
         # From tail to head, as all chunks return to the order.
         released = [self._host.release(slot) for slot in reversed(list(host_slots))]
         if unexpected := released.count(None):
             self.counters["unexpected_release"] += unexpected
-        job = self._late.pop(job_id, None)
         if isinstance(job, LoadJob):
             self.promises.released(job)
         elif isinstance(job, EarlyRead):
             self._early.released(job)
-        elif job is not None:
+        elif isinstance(job, WriteJob):
             self._write_through.settled(job)
         self._retirement.landed([key for chunks in released for key in chunks or ()])
 

@@ -363,7 +363,7 @@ class Walk(ManagerTruth):
         for slot, key, writes in late:
             if writes:
                 self.fill(slot, key, GARBAGE)
-        self.manager.release_slots([slot for slot, _, _ in late], job.id)
+        self.manager.release_slots([slot for slot, _, _ in late], job)
 
     def evict_below(self, tier, prompt, i):
         store = list(self.stores.values())[tier % len(self.stores)] if self.stores else None
@@ -451,7 +451,6 @@ class Walk(ManagerTruth):
         self.replay()
         assert self.manager.busy_slots == 0
         assert not len(self.manager._jobs)
-        assert not self.manager._late
         assert not any(loads.late_bytes for loads in self.manager.promises._loads.values())
         assert not any(self.manager._write_through._kept_bytes.values())
         assert not any(self.manager._early._kept_bytes.values())

@@ -16,7 +16,7 @@ def hang(manager, job):
 
 
 def release(manager, job):
-    manager.release_slots(job.unsettled_slots([False] * len(job.keys)), job.id)
+    manager.release_slots(job.unsettled_slots([False] * len(job.keys)), job)
 
 
 def lane(manager):
