@@ -30,7 +30,7 @@ class Peer(Protocol):
 
     def lent_memory(self) -> LentMemory | None:
         """Return memory of the server that the engine can read, once the server has passed it."""
-        ...
+        return None
 
     def wait(self, timeout_s: float) -> bool:
         """Return whether it has ended, and touches no memory any more; wait at most so long."""
@@ -43,7 +43,7 @@ Form = Callable[[], Peer]
 """Starts a server."""
 
 
-class ServerThread:
+class ServerThread(Peer):
     """The server on a daemon thread named ``kvoffload-io``.
 
     Args:
@@ -64,9 +64,6 @@ class ServerThread:
     def kill(self) -> bool:
         """Do nothing: a thread that hangs cannot be ended."""
         return False
-
-    def lent_memory(self) -> None:
-        return None
 
     def wait(self, timeout_s: float) -> bool:
         self._thread.join(timeout_s)
@@ -89,7 +86,7 @@ def check_interpreter() -> None:
         raise OSError(f"sys.executable is {sys.executable!r}, no Python")
 
 
-class ServerProcess:
+class ServerProcess(Peer):
     """The server in a process of its own: spawned, never forked.
 
     It inherits the module search path, the environment, and two descriptors: its end of the
@@ -129,9 +126,6 @@ class ServerProcess:
         with contextlib.suppress(ProcessLookupError):
             self._process.send_signal(signal.SIGKILL)
         return True
-
-    def lent_memory(self) -> None:
-        return None
 
     def wait(self, timeout_s: float) -> bool:
         # Not Popen.wait: that one polls ever more slowly.

@@ -29,8 +29,7 @@ class ManagerFigures(Registry):
         super().__init__()
         self._host = host
         self.events = self.counter(names.EVENTS, *_EVENTS)
-        self.lookups = self.counter(names.LOOKUPS)
-        """Of tiers, by result."""
+        self.lookups = self.counter(names.LOOKUPS, (HOST, "hit"), ("", "miss"), ("", "pending"))
         self.hit_tokens = self.counter(names.HIT_TOKENS, HOST)
         """Tokens of prompts that the connector has loaded, by tier."""
         self.removals = self.counter(names.EVICTIONS, (HOST, "evicted"))

@@ -21,7 +21,6 @@ class HostGeometry:
     rows_of_group: tuple[int, ...]
     """Rows of a chunk of each KV cache group."""
     extent_rows: int
-    """Rows of an extent; 0 if every chunk is one row and there are no extents."""
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -31,7 +30,7 @@ class HostGeometry:
     @property
     def num_extents(self) -> int:
         """Whole extents in the rows there are."""
-        return self.num_rows // self.extent_rows if self.extent_rows else 0
+        return self.num_rows // self.extent_rows
 
     @classmethod
     def plan(
@@ -57,8 +56,7 @@ class HostGeometry:
             )
         # A group that is never stored counts as the smallest size: it takes no slots.
         rows_of_group = tuple(max(size, sizes[0]) // row_bytes for size in chunk_bytes)
-        extent_rows = 0 if len(rows) == 1 else _extent_rows(num_rows, rows)
-        return cls(row_bytes, num_rows, rows_of_group, extent_rows)
+        return cls(row_bytes, num_rows, rows_of_group, _extent_rows(num_rows, rows))
 
 
 def _extent_rows(num_rows: int, rows: Sequence[int]) -> int:

@@ -1,13 +1,12 @@
 """Finds where a chunk is: in host memory, in flight to it, or on a tier."""
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from operator import indexOf
 
 from kvoffload.messages import OffloadKey
-from kvoffload.metrics.names import HOST, LOOKUPS
-from kvoffload.metrics.samples import Sample
+from kvoffload.metrics.names import HOST
 from kvoffload.offload.events import CPU
 from kvoffload.offload.host_cache import HostCache
 from kvoffload.offload.tiers import Tier, first_holder
@@ -21,7 +20,7 @@ class Lookups:
 
     Args:
         host: host memory.
-        found: counts the chunks found on tiers, by tier and result.
+        found: counts the chunks found, by tier and result, and the lookups that end otherwise.
         caching: False if chunks only pass through host memory: a load then needs one slot, and
             without a free slot the answer is "ask again".
         lacks_room: answers for a chunk that host memory has no room for: False, or "ask again".
@@ -37,8 +36,6 @@ class Lookups:
         self._host = host
         self._lacks_room = lacks_room
         self._found = found
-        # Attributes: each lookup adds to them.
-        self._host_hits = self._misses = self._pending = 0
         self._caching = caching
 
     # ---- one chunk ----
@@ -80,10 +77,10 @@ class Lookups:
     def find_prefix(self, keys: Sequence[OffloadKey], tiers: tuple[Tier, ...]) -> tuple[int, bool]:
         """Count the leading chunks that can be loaded; return also whether the next may follow."""
         if not self._caching and keys and self._waits_for_slot(keys[0], tiers):
-            self._pending += 1
+            self._found["", "pending"] += 1
             return 0, True
         hits = self._ready_prefix(keys)
-        self._host_hits += hits
+        self._found[HOST, "hit"] += hits
         if hits == len(keys):
             return hits, False
         answer: bool | None = False
@@ -91,10 +88,7 @@ class Lookups:
             hits, answer = self._find_below(keys, hits, tiers)
         if hits == len(keys):
             return hits, False
-        if answer is None:
-            self._pending += 1
-        else:
-            self._misses += 1
+        self._found["", "pending" if answer is None else "miss"] += 1
         return hits, answer is None
 
     def _waits_for_slot(self, key: OffloadKey, tiers: tuple[Tier, ...]) -> bool:
@@ -150,7 +144,7 @@ class Lookups:
             for key in keys[hits + 1 : hits + 1 + ASKED_AHEAD]:
                 if not host.is_ready(key) and first_holder(key, tiers)[1] is False:
                     break
-        self._host_hits += hits - start - found.total()
+        self._found[HOST, "hit"] += hits - start - found.total()
         for name, count in found.items():
             self._found[name, "hit"] += count
         return hits, answer
@@ -170,9 +164,3 @@ class Lookups:
         if not self._caching:  # chunks of one size take turns in a slot
             keys = list({self._host.bytes_of(key): key for key in keys}.values())
         return self._host.has_room(keys) or self._lacks_room()
-
-    def samples(self) -> Iterator[Sample]:
-        """Yield what was found in host memory, and what was not found, on any thread."""
-        yield LOOKUPS, (HOST, "hit"), self._host_hits
-        yield LOOKUPS, ("", "miss"), self._misses
-        yield LOOKUPS, ("", "pending"), self._pending

@@ -140,7 +140,7 @@ class TieredOffloadingManager(OffloadingManager):
         self.returns = Returns(host, self.coming)
         """What ended requests said of that; connectors tell it the stores."""
         self.waiting.needed.is_telling = self.returns.is_telling = bool(self.tiers)
-        self.figures.read(self._lookups.samples, self.promises.samples, self._write_through.samples)
+        self.figures.read(self.promises.samples, self._write_through.samples)
 
     # ---- lookups ----
 

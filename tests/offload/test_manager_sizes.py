@@ -41,10 +41,10 @@ def resident_kib(manager, group, size_kib):
     return sum(key[-4:] == group.to_bytes(4, "big") for key in ready) * size_kib
 
 
-def test_equal_sizes_need_no_extents():
-    geometry = HostGeometry.plan(100 * KIB, [8 * KIB, 8 * KIB, 0])
-    assert (geometry.row_bytes, geometry.num_rows, geometry.extent_rows) == (8 * KIB, 12, 0)
-    assert geometry.rows_of_group == (1, 1, 1)
+def test_a_group_that_is_never_stored_counts_as_the_smallest_size():
+    geometry = HostGeometry.plan(100 * KIB, [8 * KIB, 16 * KIB, 0])
+    assert (geometry.row_bytes, geometry.num_rows) == (8 * KIB, 12)
+    assert geometry.rows_of_group == (1, 2, 1)
 
 
 def test_any_one_size_may_take_nearly_all_memory():
