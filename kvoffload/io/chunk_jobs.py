@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from kvoffload.backends.base import WriteResult, reason_of
 from kvoffload.backends.blocking_pool import undisturbed
-from kvoffload.io.loans import Loans
+from kvoffload.io.loans import AT_ONCE, Lends, Loans
 from kvoffload.io.open_stores import OpenStore, read_each_for, text_of, write_for
 from kvoffload.io.protocol import HAD, Answered, Arrived, Load, Store, ToClient
 
@@ -57,9 +57,14 @@ class ChunkJobs:
     def __contains__(self, job: int) -> bool:
         return job in self._calls
 
-    def begin(self, order: Load | Store, store: OpenStore | None) -> Coroutine[Any, Any, None]:
-        """Begin a job; return what waits for its end and answers it."""
-        ok = bytearray(len(order.keys))
+    def begin(
+        self, order: Load | Store, store: OpenStore | None
+    ) -> Coroutine[Any, Any, None] | None:
+        """Begin a job; return what waits for its end and answers it, or None: it has an answer."""
+        ok, begun_s = bytearray(len(order.keys)), self._loop.time()
+        if isinstance(order, Load) and self._are_lent(order, store, ok):
+            self._end(order, ok, "", begun_s)
+            return None
         calls: list[Coroutine[Any, Any, str]] = []
         if store is not None and isinstance(order, Store):
             calls.append(self._write(order, store, ok))
@@ -69,7 +74,20 @@ class ChunkJobs:
                 part = range(start, min(start + limit, len(ok)))
                 calls.append(self._read(order, store, ok, part))
         self._calls[order.job] = [self._loop.create_task(call) for call in calls]
-        return self._answer(order, store, ok, self._loop.time())
+        return self._answer(order, store, ok, begun_s)
+
+    def _are_lent(self, order: Load, store: OpenStore | None, ok: bytearray) -> bool:
+        """Lend what can be lent at once; return whether that is all of a load."""
+        num_sizes = len(ok) if isinstance(order.sizes, int) else len(order.sizes)
+        lends = self._lender(order, store)
+        if lends is None or not 0 < len(ok) == num_sizes <= AT_ONCE:
+            return False
+        return not self.loans.lend_verified(order, lends, ok, range(len(ok)))
+
+    def _lender(self, order: Load, store: OpenStore | None) -> Lends | None:
+        """Return what may lend chunks of a load."""
+        may_lend = order.may_lend and self.loans.may_begin
+        return store.lends if may_lend and store is not None else None
 
     def cancel(self, job: int) -> None:
         """Cancel the calls of a job; it is answered when they have ended."""
@@ -94,6 +112,9 @@ class ChunkJobs:
         reason = next((why for why in reasons if why), "" if store else "no_store")
         if store is not None:
             self._before_answer(order, store, ok)
+        self._end(order, ok, reason, begun_s)
+
+    def _end(self, order: Load | Store, ok: bytearray, reason: str, begun_s: float) -> None:
         seconds = self._loop.time() - begun_s
         if self._moved is not None:
             self._moved(order, ok, seconds)
@@ -110,8 +131,8 @@ class ChunkJobs:
 
         backend = store.backend
         try:
-            if order.may_lend and self.loans.may_begin and store.lends is not None:
-                await self.loans.lend(order, store.lends, ok)
+            if (lends := self._lender(order, store)) is not None:
+                await self.loans.lend(order, lends, ok)
                 if not (part := [i for i in part if not ok[i]]):
                     return ""
             keys = [order.keys[i] for i in part]

@@ -3,12 +3,16 @@
 A *loan* is one message of them. It ends when the engine releases it, or reads nothing any more.
 """
 
+import asyncio
 from collections.abc import Callable, Sequence
 from itertools import count
 from typing import Protocol, runtime_checkable
 
 from kvoffload.backends.base import ReadsEach
 from kvoffload.io.protocol import Lent, Load, ToClient
+
+AT_ONCE = 256
+"""Chunks that are looked up while nothing else has a turn."""
 
 
 @runtime_checkable
@@ -48,21 +52,27 @@ class Loans:
 
     async def lend(self, order: Load, store: Lends, ok: bytearray) -> None:
         """Lend the chunks of a load that are in the memory, and count them as good."""
-        self._lend(order, store, ok)
-        if left := _left(ok):
-            await store.verify([order.keys[i] for i in left], _sizes(order, left))
-            self._lend(order, store, ok)
+        for start in range(0, len(ok), AT_ONCE):
+            left = [i for i in range(start, min(start + AT_ONCE, len(ok))) if not ok[i]]
+            if left := self.lend_verified(order, store, ok, left):
+                await store.verify([order.keys[i] for i in left], _sizes(order, left))
+                self.lend_verified(order, store, ok, left)
+            await asyncio.sleep(0)
 
-    def _lend(self, order: Load, store: Lends, ok: bytearray) -> None:
-        left = _left(ok)
-        starts, end = store.lend([order.keys[i] for i in left], _sizes(order, left))
-        lent = {i: start for i, start in zip(left, starts, strict=True) if start >= 0}
+    def lend_verified(
+        self, order: Load, store: Lends, ok: bytearray, places: Sequence[int]
+    ) -> list[int]:
+        """Lend those of these chunks that are verified; return the places of the others."""
+        keys = order.keys
+        starts, end = store.lend([keys[i] for i in places], _sizes(order, places))
+        lent = {i: start for i, start in zip(places, starts, strict=True) if start >= 0}
         if lent:
             number = next(self._numbers)
             self._ends[number] = end
             for i in lent:
                 ok[i] = 1
             self._send(Lent(order.job, number, list(lent), list(lent.values())))
+        return [i for i in places if i not in lent]
 
     def release(self, number: int) -> None:
         """End a loan; one that is unknown is none of this engine."""
@@ -75,10 +85,6 @@ class Loans:
             self.release(number)
 
 
-def _left(ok: bytearray) -> list[int]:
-    return [i for i, good in enumerate(ok) if not good]
-
-
 def _sizes(order: Load, places: Sequence[int]) -> list[int]:
     sizes = order.sizes
-    return [sizes if isinstance(sizes, int) else sizes[i] for i in places]
+    return [sizes] * len(places) if isinstance(sizes, int) else [sizes[i] for i in places]

@@ -210,8 +210,7 @@ class Session:
             case Load() | Store():
                 tried = self._tries.get(message.tier)
                 if tried is None or tried.is_set():
-                    answer = self._jobs.begin(message, self._stores.get(message.tier))
-                    self._spawn(self._answer(answer), _cost(message))
+                    self._begin(message, self._stores.get(message.tier))
                 else:
                     task = self._spawn(_patiently(tried), _cost(message))
                     self._waiting[message.job] = task
@@ -260,7 +259,11 @@ class Session:
         # Not on a store of a later namespace: its bytes mean something else there.
         is_current = self._tries.get(order.tier) is tried and not waiting.cancelled()
         store = self._stores.get(order.tier) if is_current else None
-        self._spawn(self._answer(self._jobs.begin(order, store)), _cost(order))
+        self._begin(order, store)
+
+    def _begin(self, order: Load | Store, store: OpenStore | None) -> None:
+        if answer := self._jobs.begin(order, store):
+            self._spawn(self._answer(answer), _cost(order))
 
     async def _answer(self, answer: Coroutine[Any, Any, None]) -> None:
         """Answer a job; end the session if that fails, or the job's slots would never be free."""

@@ -104,6 +104,7 @@ class HostMemory:
         self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
         self._lock = threading.Lock()
         self._free = FreeBlocks(blocks)
+        self._most_lent = int(MOST_LENT * size)
         self.lent_bytes = 0
         """Bytes of the blocks of chunks on loan; one that is lent twice counts twice."""
         self._tables = dict[bytes, _Parts]()
@@ -255,38 +256,46 @@ class HostMemory:
         return chunk.is_verified
 
     def lend(
-        self, names: Sequence[Name], sizes: Sequence[int]
+        self, number: bytes, keys: Sequence[bytes], sizes: Sequence[int]
     ) -> tuple[list[int], Callable[[], None]]:
         """Lend chunks that are verified; return the first byte of each, and what ends the loan.
 
         -1 stands for a chunk that is not here, not verified, in pieces, of another size, or too
-        much. Blocks of a chunk on loan are not used again, also if the chunk leaves.
+        much. Blocks of a chunk on loan are not used again, also if the chunk leaves. The end counts
+        a use of each: an eviction passes them until then, and no engine waits for it.
         """
-        starts, lent = [], list[Chunk]()
+        starts, lent, names = list[int](), list[Chunk](), list[Name]()
         with self._lock:
-            left = MOST_LENT * self.capacity_bytes - self.lent_bytes
-            for name, size in zip(names, sizes, strict=True):
-                chunk, start = self._find(name), -1
-                if chunk is not None and chunk.is_verified and chunk.can_be_lent(size):
-                    room = chunk.room  # asked once: this is half of the time of a loan
-                    if room <= left:
-                        left -= room
-                        self._begin_loan(chunk, room)
+            # Steps of Python are most of the time of a loan: so no calls here for each chunk.
+            parts, most, lent_bytes = self._parts(number), self._most_lent, self.lent_bytes
+            for key, size in zip(keys, sizes, strict=True):
+                chunk, start = parts[key[:1]].get(key), -1
+                if chunk is not None and chunk.is_verified and chunk.size == size:
+                    first, count = chunk.runs[0]
+                    if len(chunk.runs) == 1 and lent_bytes + count * BLOCK <= most:
+                        lent_bytes += count * BLOCK
+                        chunk.num_readers += 1
                         lent.append(chunk)
-                        start = chunk.start
+                        names.append(number + key)
+                        start = first * BLOCK
                 starts.append(start)
-        return starts, partial(self._end_loans, lent)
+            self.lent_bytes = lent_bytes
+            self._mark_lent(lent)
+        return starts, partial(self._end_loans, lent, names)
 
     def end_old_loans(self) -> None:
         """Use blocks again that an earlier server had lent, once none of its engines maps them."""
         if self._old_loans and self.file and not self.file.is_mapped_from_before():
-            self._end_loans(self._old_loans)
+            self._end_loans(self._old_loans, [])
 
-    def _end_loans(self, lent: list[Chunk]) -> None:
+    def _end_loans(self, lent: list[Chunk], names: list[Name]) -> None:
         with self._lock:
-            ended, lent[:] = lent[::-1], []
-            self.lent_bytes -= sum(chunk.room for chunk in ended)
-            self._end_reading(ended)
+            self.lent_bytes -= sum(chunk.room for chunk in lent)
+            self._end_reading(lent[::-1])
+            used = zip(names[::-1], lent[::-1], strict=False)  # old loans have no names
+            self._count_use([name for name, chunk in used if not chunk.is_gone])
+            lent.clear()
+            names.clear()
 
     def write(self, name: Name, header: bytes, chunk: memoryview) -> Written:
         """Keep a chunk, unless it is here; False: there is no room for it."""
@@ -340,10 +349,12 @@ class HostMemory:
     def used(self, names: Sequence[Name]) -> None:
         """Count a use of each chunk that is here, the tail of the prefix first."""
         with self._lock:
-            if self._order is not None:
-                here = [name for name in names if name in self]
-                self._order.touch(here)
-                self._note_use(here)
+            self._count_use([name for name in names if name in self])
+
+    def _count_use(self, names: Sequence[Name]) -> None:
+        if self._order is not None:
+            self._order.touch(names)
+            self._note_use(names)
 
     def reorder(self, names: Sequence[Name]) -> None:
         """Put chunks that were stored together into this order; counts as no use."""
@@ -461,11 +472,10 @@ class HostMemory:
         if reader := self._readers.get(name[:_NUMBER]):
             reader.changed(name[_NUMBER:])
 
-    def _begin_loan(self, chunk: Chunk, room: int) -> None:
-        self.lent_bytes += room
-        chunk.num_readers += 1
+    def _mark_lent(self, lent: Sequence[Chunk]) -> None:
         if self._table:
-            self._table.mark(chunk.first, is_lent=True, is_gone=chunk.is_gone)
+            for chunk in lent:
+                self._table.mark(chunk.first, is_lent=True, is_gone=chunk.is_gone)
 
     def _end_reading(self, chunks: Sequence[Chunk]) -> None:
         """End a use of chunks, the tail of the prefix first."""
@@ -520,8 +530,10 @@ class HostMemory:
                 self._enter(name, chunk)
                 by_use.append((record.used, name))
             if chunk.is_gone or record.is_lent:
-                self._begin_loan(chunk, chunk.room)
+                chunk.num_readers += 1
                 self._old_loans.append(chunk)
+        self.lent_bytes = sum(chunk.room for chunk in self._old_loans)
+        self._mark_lent(self._old_loans)
         self._free = taken.rest()
         if by_use:
             self._order_of(size).add([name for _, name in sorted(by_use)])

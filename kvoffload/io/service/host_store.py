@@ -145,18 +145,9 @@ class HostStore(ThreadPoolBackend, LocalIndex, Spares):
         self, keys: Sequence[bytes], sizes: Sequence[int]
     ) -> tuple[list[int], Callable[[], None]]:
         """Lend chunks that are verified; see :meth:`HostMemory.lend`."""
-        names = [self._number + key for key in keys]
-        starts, end = self._memory.lend(names, sizes)
-        lent = [name for name, start in zip(names, starts, strict=True) if start >= 0]
-        self.count("lent", len(lent))
-
-        def end_and_count() -> None:
-            end()
-            self._memory.used(lent[::-1])
-            lent.clear()
-
-        # An eviction passes chunks on loan, so it is soon enough; now the engine would wait for it.
-        return starts, end_and_count
+        starts, end = self._memory.lend(self._number, keys, sizes)
+        self.count("lent", len(starts) - starts.count(-1))
+        return starts, end
 
     # ---- the memory's reader, and the reader of this index ----
 

@@ -16,6 +16,7 @@ from cuda_stand_in import install
 
 from kvoffload.connectors import builder
 from kvoffload.io import greeting
+from kvoffload.io.chunk_jobs import ChunkJobs
 from kvoffload.io.lent_memory import LentMemory, portions
 from kvoffload.io.protocol import (
     VERSION,
@@ -24,13 +25,16 @@ from kvoffload.io.protocol import (
     Cancel,
     Lent,
     Load,
+    Open,
     Passed,
     Refused,
     Release,
     Store,
+    TierSettings,
 )
 from kvoffload.io.service.host_memory import BLOCK, HostMemory
 from kvoffload.io.service.host_store import HostStore
+from kvoffload.io.service.shared_stores import SharedStores
 from kvoffload.policies.lru import LRUPolicy
 from kvoffload.testing.backends import filled, keys_of
 from kvoffload.transfer.cuda.stream_copier import StreamCopier
@@ -174,6 +178,31 @@ async def test_a_loan_is_one_use_of_its_chunks_counted_at_its_end():
     end()
     assert used == [store._number + key for key in reversed(keys)]
     await store.close()
+
+
+async def test_a_loan_of_verified_chunks_is_answered_in_the_turn_that_reads_its_order(memory):
+    sent, stores = [], SharedStores(memory, [])
+    opened = await stores.open(
+        Open(VERSION, [TierSettings("s", "s", {}, "")], "n", {}, 1, 1, 1), 0, {}
+    )
+    keys = keys_of(2)
+    await opened.backend.write(keys, filled(keys, BLOCK))
+    await opened.backend.verify(keys, [BLOCK] * 2)
+    jobs = ChunkJobs(memoryview(bytearray(4 * BLOCK)), sent.append, lambda *_: None)
+    jobs.loans.may_begin = True
+    twice = [*keys, keys[0]]
+    assert jobs.begin(Load(1, "s", twice, [0] * 3, BLOCK, may_lend=True), opened) is None
+    assert [type(message) for message in sent] == [Lent, Answered]
+    assert (sent[0].numbers, sent[1].ok) == ([0, 1, 2], b"\1\1\1")
+    assert memory.lent_bytes == 3 * BLOCK
+    jobs.loans.release_all()
+    await opened.backend.remove(keys)
+    assert (memory.lent_bytes, memory.resident_bytes) == (0, 0)
+    wrong = jobs.begin(Load(2, "s", keys, [0] * 2, [BLOCK], may_lend=True), opened)
+    await wrong
+    assert (sent[-1].ok, sent[-1].reason) == (b"\0\0", "error")
+    await opened.backend.close()
+    await stores.close()
 
 
 async def test_a_damaged_chunk_is_not_lent_and_is_removed(memory, store):
