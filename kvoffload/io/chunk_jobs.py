@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 from collections import deque
 from collections.abc import Callable, Coroutine, Mapping, Sequence, Set
+from itertools import chain
 from typing import Any, TypeVar
 
 from kvoffload.backends.base import WriteResult, reason_of
@@ -73,7 +74,7 @@ class ChunkJobs:
             for start in range(0, len(ok), limit):
                 part = range(start, min(start + limit, len(ok)))
                 calls.append(self._read(order, store, ok, part))
-        self._calls[order.job] = [self._loop.create_task(call) for call in calls]
+        self._calls[order.job] = [self._loop.create_task(call, name=order.tier) for call in calls]
         return self._answer(order, store, ok, begun_s)
 
     def _are_lent(self, order: Load, store: OpenStore | None, ok: bytearray) -> bool:
@@ -94,10 +95,12 @@ class ChunkJobs:
         for task in self._calls.get(job, ()):
             task.cancel()
 
-    def cancel_all(self) -> None:
-        """Cancel all calls."""
-        for job in self._calls:
-            self.cancel(job)
+    def cancel_all(self) -> "list[asyncio.Task[str]]":
+        """Cancel all calls; return them, each with its tier as its name."""
+        calls = list(chain.from_iterable(self._calls.values()))
+        for call in calls:
+            call.cancel()
+        return calls
 
     async def _answer(
         self, order: Load | Store, store: OpenStore | None, ok: bytearray, begun_s: float

@@ -282,12 +282,14 @@ class Session:
         opening, old, self._stores = self._opening, list(self._stores.values()), {}
         for task in opening:
             task.cancel()
+        running = list[asyncio.Task[str]]()
         if any(wanted.erases(tier.name) for tier in wanted.tiers):
-            self._jobs.cancel_all()  # or what they store would stay
+            running = self._jobs.cancel_all()  # or what they store would stay
         self.send(Opened(wanted.number, []))  # first: a constructor may block the loop
         self._tries = {tier.name: asyncio.Event() for tier in wanted.tiers}
         closing, places = self._spawn(_close(opening, old)), dict[str, int]()
-        works = [self._open_in_time(wanted, i, places, closing) for i in range(len(wanted.tiers))]
+        tiers = range(len(wanted.tiers))
+        works = [self._open_in_time(wanted, i, places, closing, running) for i in tiers]
         self._opening = set(map(self._spawn_telling, works))
 
     def _end_waiting(self) -> None:
@@ -295,7 +297,12 @@ class Session:
             task.cancel()
 
     async def _open_in_time(
-        self, wanted: Open, i: int, places: dict[str, int], closing: "asyncio.Task[None]"
+        self,
+        wanted: Open,
+        i: int,
+        places: dict[str, int],
+        closing: "asyncio.Task[None]",
+        running: "list[asyncio.Task[str]]",
     ) -> None:
         """Try to open a tier until it is open."""
         name = wanted.tiers[i].name
@@ -315,19 +322,35 @@ class Session:
             tried.set()
             await asyncio.sleep(pause_s)
             pause_s = min(LONGEST_S, 2 * pause_s)
-        await self._take_up(wanted, store, closing)
+        await self._take_up(wanted, store, closing, running)
         tried.set()
 
-    async def _take_up(self, wanted: Open, store: OpenStore, closing: "asyncio.Task[None]") -> None:
-        """Let jobs use a store that has opened, and tell of it."""
+    async def _take_up(
+        self,
+        wanted: Open,
+        store: OpenStore,
+        closing: "asyncio.Task[None]",
+        running: "list[asyncio.Task[str]]",
+    ) -> None:
+        """Let jobs use a store that has opened, and tell of it.
+
+        Args:
+            wanted: what the engine has asked for.
+            store: the open store.
+            closing: closes the old stores.
+            running: calls of jobs on old stores, which were cancelled.
+        """
         remains: list[str] = []
         forgotten = wanted.forgotten.get(store.name, [])
         if wanted.erases(store.name):
+            are_over = all(call.done() for call in running if call.get_name() == store.name)
             try:
                 remains = await purge([store], forgotten)
             except BaseException:
                 await close_stores([store], CLOSE_S)
                 raise
+            if not are_over:
+                remains.append(f"{store.name}: a call that began before hangs, and may store yet")
         elif forgotten:
             self._spawn(self._retire(closing, store, forgotten))
         if wanted is not self._wanted:  # it hung until newer stores were wanted

@@ -91,6 +91,20 @@ def test_what_a_tier_cannot_remove_is_said_and_served(rig, opened, planned, unti
     assert held(client, until) == [False] * 4
 
 
+def test_a_store_of_before_that_may_come_after_the_removal_is_said(
+    rig, opened, planned, until, listener
+):
+    client = opened()
+    planned.set(process=Process("stubborn_write", 60.0))
+    client.store("planned", KEYS, range(4), 4096, listener)
+    load = rig.load(client, "planned", KEYS)
+    until(lambda: load.answers)  # so the store has begun
+    with pytest.raises(OSError, match="planned: a call that began before hangs"):
+        clear(client)
+    planned.set()
+    clear(client)
+
+
 def test_a_store_that_removes_nothing_is_said(rig, planned):
     client = rig.open(("shy", "shy", planned.options))
     with pytest.raises(OSError, match="shy: this store cannot remove a namespace"):
