@@ -127,6 +127,8 @@ class IOClient:
         """Of a line that there is no server: less if the last one said that it ends."""
         self._was_missed = False
         """Whether a line has said that there is no server, and none yet that there is one."""
+        self._is_heard = False
+        """Whether the present server has said anything."""
         self._has_spoken = False
         """Whether any server has said anything."""
         self._settled = threading.Condition()
@@ -379,7 +381,7 @@ class IOClient:
             self._look(time.monotonic())
 
     def _take(self, message: Any) -> None:
-        self._heard_s, self._has_spoken = time.monotonic(), True
+        self._heard_s, self._has_spoken, self._is_heard = time.monotonic(), True, True
         match message:
             case Arrived():
                 if job := self._jobs.arriving(message.job):
@@ -509,9 +511,10 @@ class IOClient:
             return
         self.died += 1
         what = "died" if self._severity == logging.ERROR else "was told to end, and ended"
+        if self._is_heard or not self._was_missed:  # a listener that dies takes a last connection
+            text = "%s %s with %d jobs; all is a miss until it is started again"
+            log.log(self._severity, text, self.server, what, len(jobs))
         self._was_missed = True
-        text = "%s %s with %d jobs; all is a miss until it is started again"
-        log.log(self._severity, text, self.server, what, len(jobs))
         self._backoff.died()
 
     def _restart(self) -> None:
@@ -540,7 +543,7 @@ class IOClient:
             self._backoff.failed()
 
     def _connect(self) -> None:
-        self._peer, self._is_starting = self._start(), True
+        self._peer, self._is_starting, self._is_heard = self._start(), True, False
         self._heard_s, self._why_down, self._severity = time.monotonic(), "", logging.ERROR
         self._backoff.started()
         with self._link.lock:  # a renewal either changes what is sent here, or comes after it

@@ -6,6 +6,7 @@ import random
 import re
 import shutil
 import signal
+import socket
 import time
 from pathlib import Path
 
@@ -101,6 +102,20 @@ def test_the_death_of_the_server_costs_misses(server, attach, until):
     until(lambda: not engine.client._is_opening)
     engine.store("p")
     engine.await_hits("p")
+
+
+def test_connections_to_a_server_that_is_dying_are_no_further_deaths(server, attach, until, caplog):
+    engine = attach(server.path)
+    server.kill()
+    until(lambda: engine.died)
+    os.unlink(server.path)
+    with socket.socket(socket.AF_UNIX) as listening:
+        listening.bind(server.path)
+        listening.listen()
+        for _ in range(2):
+            listening.accept()[0].close()
+        until(lambda: engine.died == 3)
+    assert caplog.text.count("died with") == 1
 
 
 def test_a_server_that_is_told_to_end_is_no_error_of_an_engine_and_one_that_dies_is(
