@@ -1,6 +1,7 @@
 """Stores one above the other, as one backend: the nearest answers first."""
 
 import asyncio
+import contextlib
 import logging
 from collections import Counter
 from collections.abc import Callable, Collection, Coroutine, Iterable, Iterator, Mapping, Sequence
@@ -92,14 +93,19 @@ class Layers(Observable, ReadsEach, Spares):
         self._take({each: layers[each] for each in order if each in layers})
         return True
 
-    async def contains(self, keys: Sequence[bytes], call: Caller = at_once) -> list[bool]:
+    async def contains(
+        self, keys: Sequence[bytes], call: Caller = at_once, timeout_s: float | None = None
+    ) -> list[bool]:
+        """Return for each chunk whether a layer has it; one that has not answered has none."""
         answers = [False] * len(keys)
-        for name, layer in self.layers.items():
-            if unknown := [i for i, there in enumerate(answers) if not there]:
-                ask = partial(layer.contains, [keys[i] for i in unknown])
-                for found in await _together([call("ask", name, len(unknown), ask)]):
-                    for i, there in zip(unknown, found, strict=True):
-                        answers[i] = there
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                for name, layer in self.layers.items():
+                    if unknown := [i for i, there in enumerate(answers) if not there]:
+                        ask = partial(layer.contains, [keys[i] for i in unknown])
+                        for found in await _together([call("ask", name, len(unknown), ask)]):
+                            for i, there in zip(unknown, found, strict=True):
+                                answers[i] = there
         return answers
 
     async def read(

@@ -49,6 +49,8 @@ PATIENT_S = 5.0
 """How long the memory waits for the backends below it to open; later ones are added."""
 TRY_AGAIN_S, LONGEST_S = 0.5, 30.0
 """Time before a backend that could not be opened is tried again; it doubles up to the second."""
+PART = 0.5
+"""The part of an engine's patience after which it learns what nearer layers have."""
 _MAX_REMOVALS = 1 << 16
 """Removals kept for a session that may never ask; older ones are lost to it."""
 
@@ -93,7 +95,8 @@ class SharedStores:
         try:
             shared = await asyncio.shield(opening)
             shared.store.check_fit(wanted.chunk_bytes)
-            return OpenStore(wanted.tiers[i].name, shared.new_view())
+            view = shared.new_view(PART * wanted.lookup_timeout_s)
+            return OpenStore(wanted.tiers[i].name, view)
         finally:
             self._opening[namespace] -= 1
             self._close_unused(namespace)
@@ -232,10 +235,13 @@ class SharedStore:
         self.late: dict[str, asyncio.Task[None]] = {}
         """Backend that could not be opened at once → what opens it."""
 
-    def new_view(self) -> "StoreView":
-        """Return a view for one session, which closes it."""
+    def new_view(self, lookup_s: float | None = None) -> "StoreView":
+        """Return a view for one session, which closes it; ``lookup_s``: how long it asks layers."""
         store = self.store
-        view = IndexedView(self, store) if isinstance(store, IndexedLayers) else StoreView(self)
+        view = StoreView(self)
+        if isinstance(store, IndexedLayers):
+            view = IndexedView(self, store)
+        view.lookup_s = lookup_s
         self.views.append(view)
         return view
 
@@ -316,9 +322,11 @@ class StoreView(Observable, Lends, Spares, Purges):
         self.spared: Collection[bytes] = ()
         """What this session's engine needs next."""
         self.is_shared = True
+        self.lookup_s: float | None = None
+        """How long layers are asked for chunks."""
 
     async def contains(self, keys: Sequence[bytes]) -> list[bool]:
-        return await self._store.contains(keys, self._turns.call)
+        return await self._store.contains(keys, self._turns.call, self.lookup_s)
 
     async def read(self, keys: Sequence[bytes], into: Sequence[memoryview]) -> Answers:
         return await self.read_each(keys, into, lambda i: None)

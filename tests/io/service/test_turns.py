@@ -193,6 +193,16 @@ async def test_loads_of_the_memory_and_of_other_stores_do_not_wait_for_a_store_t
     await rig.close(hung)
 
 
+async def test_a_question_that_hangs_in_a_store_tells_what_the_memory_has():
+    rig, keys, asked = Rig(), keys_of(2), []
+    await rig.host.write(keys[:1], filled(keys[:1]))
+    view = rig.shared.new_view(0.01)
+    rig.near.contains = lambda keys: asked.append(keys) or asyncio.Event().wait()
+    assert await in_time(view.contains(keys)) == [True, False]
+    assert asked == [keys[1:]]
+    await rig.close([])
+
+
 async def test_the_memory_has_a_chunk_whose_store_below_hangs():
     rig, hung = Rig(), []
     view, keys = rig.shared.new_view(), keys_of(MOST_CHUNKS)
