@@ -10,7 +10,7 @@ PIP_INSTALL = python -m pip install --quiet --disable-pip-version-check
 INSTALL  = sh -c '$(SUDO) apt-get update -qq && $(SUDO) env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq "$$0"'
 
 .PHONY: demo docs test test-package check chaos bench setup redis-server clean demo-vllm demo-sglang test-vllm test-sglang
-.PHONY: compatibility test-gpu bench-gpu mutate lock
+.PHONY: compatibility kills test-gpu bench-gpu mutate lock
 
 demo: $(READY)
 	$(BIN)/kvoffload demo
@@ -35,6 +35,12 @@ chaos: $(READY) redis-server
 	  if [ -e $$venv/.ready ]; then $$venv/$(PYTEST) -m chaos $(VLLM_CHAOS) || exit; \
 	  else echo "NOT RUN with $$venv, which is not set up: make test-vllm does so"; fi; done
 	if [ -e $(VLLM)/.ready ]; then $(V2) $(VLLM)/$(PYTEST) -m chaos $(VLLM_CHAOS); fi
+
+# Engines, ranks and servers of a host that kill themselves, so often at each named point.
+AT_EACH_POINT ?= 1000
+kills: $(READY)
+	KILLS_AT_EACH_POINT=$(AT_EACH_POINT) $(BIN)/python -m pytest -m chaos -rP \
+	  tests/io/service/test_kill_campaign.py
 
 # The source archive, installed into an empty environment: about a minute, and no GPU packages.
 test-package: $(READY)

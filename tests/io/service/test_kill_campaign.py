@@ -1,7 +1,9 @@
 """Engines, ranks and servers killed at each named point: right bytes, and nothing is lost or grows.
 
-A thousand of each are a campaign; the server's memory is kept for the next one.
+``make kills`` is the long form; the server's memory is kept for the next one.
 """
+
+import os
 
 import pytest
 
@@ -10,10 +12,17 @@ from tests.support.host_server import HostServer
 
 MEMORY = "1MiB"
 """It has no room for all that engines store."""
-MANY = pytest.param(1000, marks=[pytest.mark.chaos, pytest.mark.timeout(7200)])
+AT_EACH_POINT = int(os.environ.get("KILLS_AT_EACH_POINT", "20"))
 
 
-@pytest.mark.parametrize("kills", [10, MANY])
+def kills(few, points):
+    """Few kills, and a campaign."""
+    many = AT_EACH_POINT * len(points)
+    marks = [pytest.mark.chaos, pytest.mark.timeout(7200 + 10 * many)]
+    return pytest.mark.parametrize("kills", [few, pytest.param(many, marks=marks, id="many")])
+
+
+@kills(10, kill_campaign.ENGINE_POINTS)
 @pytest.mark.parametrize("rank", [False, True], ids=["engines", "ranks"])
 def test_engines_killed_at_named_points_leave_right_bytes_and_nothing_else(
     tmp_path, until, kills, rank
@@ -26,7 +35,7 @@ def test_engines_killed_at_named_points_leave_right_bytes_and_nothing_else(
         server.kill()
 
 
-@pytest.mark.parametrize("kills", [len(kill_campaign.SERVER_POINTS), MANY])  # each point once
+@kills(len(kill_campaign.SERVER_POINTS), kill_campaign.SERVER_POINTS)
 def test_servers_killed_at_named_points_cost_engines_misses_and_nothing_else(
     tmp_path, until, kills
 ):
