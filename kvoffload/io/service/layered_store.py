@@ -125,15 +125,20 @@ class Layers(Observable, ReadsEach, Spares):
         check_lengths(keys, into)
         answers: list[bool | ReadResult] = [ReadResult.MISSING] * len(keys)
         nearer: dict[str, Backend] = {}
+
+        def came(i: int) -> None:
+            answers[i] = True  # whatever becomes of the call: its slot is copied from now on
+            arrived(i)
+
         for name, layer in self.layers.items():
             wanted = [i for i, answer in enumerate(answers) if not answer]
             if isinstance(layer, LocalIndex):
                 wanted = [i for i in wanted if layer.holds(keys[i])]
             if wanted:
-                read = partial(_read, layer, keys, into, wanted, arrived)
+                read = partial(_read, layer, keys, into, wanted, came)
                 for found in await _together([call("read", name, len(wanted), read)]):
                     for i, answer in zip(wanted, found, strict=True):
-                        answers[i] = answer
+                        answers[i] = answers[i] or answer
                 brought = [i for i in wanted if answers[i]]
                 if brought and nearer:  # the slots are the caller's until this returns
                     some = [keys[i] for i in brought], [into[i] for i in brought]

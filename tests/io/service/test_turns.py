@@ -203,6 +203,32 @@ async def test_a_question_that_hangs_in_a_store_tells_what_the_memory_has():
     await rig.close([])
 
 
+async def test_no_store_writes_into_the_slot_of_a_chunk_that_has_arrived():
+    """The engine copies it from there by then, while the rest of a load fails."""
+    rig, keys, into = Rig(), keys_of(2), slots(2)
+    view, arrived = rig.shared.new_view(), []
+
+    async def read_one(keys, into, arrived):
+        into[0][:] = filled(keys)[0]
+        arrived(0)
+        raise OSError("the second is not readable")
+
+    async def read_garbage(keys, into):
+        for slot in into:
+            slot[:] = b"\xee" * len(slot)
+        return [False] * len(keys)
+
+    near = type("Near", (Below,), {"read_each": staticmethod(read_one)})()
+    rig.store._take({"memory": rig.host, "near": near, "far": rig.far})
+    for below in (near, rig.far):
+        await below.write(keys, filled(keys))
+    rig.far.read = read_garbage
+    answers = await in_time(view.read_each(keys, into, arrived.append))
+    assert (arrived, list(map(bool, answers))) == ([0], [True, False])
+    assert bytes(into[0]) == filled(keys)[0]
+    await rig.close([])
+
+
 async def test_the_memory_has_a_chunk_whose_store_below_hangs():
     rig, hung = Rig(), []
     view, keys = rig.shared.new_view(), keys_of(MOST_CHUNKS)
