@@ -1,7 +1,6 @@
 """A transfer's time is its own: waits before its begin do not count."""
 
 import hashlib
-import time
 
 import pytest
 
@@ -13,31 +12,51 @@ from kvoffload.messages import (
     GPULoadStoreSpec,
     make_offload_key,
 )
+from kvoffload.transfer import engine as transfer_engine
 from kvoffload.transfer.base import CopyFence
+from kvoffload.transfer.cpu import copier as cpu_copier
 from kvoffload.transfer.cpu.copier import CpuCopier
 from kvoffload.transfer.cuda.stream_copier import StreamCopier
 from kvoffload.transfer.engine import TransferEngine
+from tests.support import late_device
 from tests.support.interleavings import small_parts
 from tests.support.io_rig import call, client_over, loop_of
 from tests.support.late_device import LateDevice
 
-pytestmark = pytest.mark.alone
 WAIT_S = 0.3
 READ_S = 0.05
 KEYS = tuple(make_offload_key(hashlib.sha256(bytes([i])).digest(), 0) for i in range(2))
 
 
-class SlowFence(CopyFence):
-    """The end of a forward pass that takes its time."""
+class Clock:
+    """Stands for ``time``; it goes on when someone sleeps, and a little when it is read."""
 
-    def wait(self):
-        time.sleep(WAIT_S)
+    def __init__(self):
+        self._now_s = 0.0
+
+    def sleep(self, seconds):
+        self._now_s += seconds
+
+    def perf_counter(self):
+        self.sleep(1e-6)
+        return self._now_s
+
+    monotonic = perf_counter
+
+
+@pytest.fixture(autouse=True)
+def clock(monkeypatch):
+    clock = Clock()
+    for module in (cpu_copier, late_device, transfer_engine):
+        monkeypatch.setattr(module, "time", clock)
+    return clock
 
 
 class Half:
     """A copier, on a simulated device or a CPU, and an engine that is busy when asked."""
 
-    def __init__(self, on):
+    def __init__(self, on, clock):
+        self._clock = clock
         caches, self.layout, self.slab = small_parts()
         self.device = LateDevice(caches, self.slab, seed=1)
         if on == "cpu":
@@ -53,35 +72,37 @@ class Half:
 
     def busy_engine(self, monkeypatch):
         """Copies submitted from now on wait for a forward pass."""
-        self.device.engine.enqueue(lambda: time.sleep(WAIT_S))
+        self.device.engine.enqueue(lambda: self._clock.sleep(WAIT_S))
         if isinstance(self.copier, CpuCopier):
-            monkeypatch.setattr(self.copier, "record_fence", SlowFence)
+            fence = CopyFence()
+            monkeypatch.setattr(fence, "wait", lambda: self._clock.sleep(WAIT_S))
+            monkeypatch.setattr(self.copier, "record_fence", lambda: fence)
 
 
 @pytest.fixture(params=["cpu", "device"])
-def half(request):
-    half = Half(request.param)
+def half(request, clock):
+    half = Half(request.param, clock)
     yield half
     half.copier.close()
 
 
 @pytest.mark.parametrize("to_host", [True, False])
 def test_a_copy_that_waits_for_the_forward_pass_took_as_long_as_the_copy(
-    half, monkeypatch, until, to_host
+    half, clock, monkeypatch, until, to_host
 ):
     engine = half.engine()
     gpu, host = GPULoadStoreSpec([1, 2]), CPULoadStoreSpec([0])
     half.busy_engine(monkeypatch)
-    begun = time.monotonic()
+    begun_s = clock.monotonic()
     engine.transfer_async(1, (gpu, host) if to_host else (host, gpu))
     (result,) = until(engine.get_finished)
-    assert time.monotonic() - begun >= WAIT_S
+    assert clock.monotonic() - begun_s >= WAIT_S
     assert result.success
     assert 0 < result.transfer_time_s < WAIT_S / 2
 
 
-def test_a_copy_that_failed_took_no_time(until):
-    half = Half("device")
+def test_a_copy_that_failed_took_no_time(clock, until):
+    half = Half("device", clock)
     half.device.failures.append(RuntimeError("out of something"))
     engine = half.engine()
     try:
@@ -93,16 +114,18 @@ def test_a_copy_that_failed_took_no_time(until):
 
 
 @pytest.fixture
-def over(half, closing):
+def over(half, clock, closing, monkeypatch):
     """Return what starts a client over a store."""
 
     def start(store):
-        return closing(client_over({"store": store}, half.slab))
+        io = closing(client_over({"store": store}, half.slab))
+        monkeypatch.setattr(loop_of(io), "time", clock.monotonic)
+        return io
 
     return start
 
 
-def test_a_load_from_a_tier_took_its_reads_and_the_last_copy(half, monkeypatch, over, until):
+def test_a_load_from_a_tier_took_its_reads_and_the_last_copy(half, clock, monkeypatch, over, until):
     store = open_backend("memory", {"capacity": "1MiB"}, "0" * 64)
     io = over(store)
     views = [half.slab.slot(i, half.layout.payload_bytes[0]) for i in range(2)]
@@ -110,13 +133,13 @@ def test_a_load_from_a_tier_took_its_reads_and_the_last_copy(half, monkeypatch, 
     read = store.read
 
     async def slow_read(keys, into):
-        time.sleep(READ_S)  # noqa: ASYNC251
+        clock.sleep(READ_S)
         return await read(keys, into)
 
     store.read = slow_read
     engine = half.engine(io)
     half.busy_engine(monkeypatch)
-    loop_of(io).call_soon_threadsafe(time.sleep, WAIT_S)
+    loop_of(io).call_soon_threadsafe(clock.sleep, WAIT_S)
     source = CPULoadStoreSpec([0, 1], [Fetch("store", (0, 1), KEYS)])
     engine.transfer_async(1, (source, GPULoadStoreSpec([1, 2, 3, 4])))
     (result,) = until(engine.get_finished)
@@ -124,17 +147,17 @@ def test_a_load_from_a_tier_took_its_reads_and_the_last_copy(half, monkeypatch, 
     assert READ_S <= result.transfer_time_s < WAIT_S
 
 
-def test_a_write_through_took_as_long_as_its_writes(half, over, until):
+def test_a_write_through_took_as_long_as_its_writes(half, clock, over, until):
     store = open_backend("memory", {"capacity": "1MiB"}, "0" * 64)
     io, write = over(store), store.write
 
     async def slow_write(keys, chunks):
-        time.sleep(READ_S)  # noqa: ASYNC251
+        clock.sleep(READ_S)
         return await write(keys, chunks)
 
     store.write = slow_write
     engine = half.engine(io)
-    loop_of(io).call_soon_threadsafe(time.sleep, WAIT_S)
+    loop_of(io).call_soon_threadsafe(clock.sleep, WAIT_S)
     engine.transfer_async(1, (CPULoadStoreSpec([0, 1]), BackendLoadStoreSpec("store", KEYS)))
     (result,) = until(engine.get_finished)
     assert result.success
