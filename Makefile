@@ -15,12 +15,13 @@ INSTALL  = sh -c '$(SUDO) apt-get update -qq && $(SUDO) env DEBIAN_FRONTEND=noni
 demo: $(READY)
 	$(BIN)/kvoffload demo
 
-# Those that measure time run first, one by one. Then two tests more than cores run at a time,
-# because many wait; at most four. What the first process compiles, the others read, and the many
-# processes that tests start: also where the environment asks Python to keep no such files.
+# Those that measure time run first, one by one; only their files are read. Then two tests more
+# than cores run at a time, because many wait; at most four. What the first process compiles, the
+# others read, and the many processes that tests start: also where the environment asks Python to
+# keep no such files.
 test: export PYTHONDONTWRITEBYTECODE :=
 test: check redis-server
-	$(BIN)/python -m pytest -m 'alone and not chaos' $(TEST_ARGS)
+	$(BIN)/python -m pytest -m 'alone and not chaos' $$(grep -rl --include='*.py' 'mark\.alone' tests) $(TEST_ARGS)
 	$(BIN)/python -m pytest -n $$(($$(nproc) + 2)) --maxprocesses 4 --dist worksteal -m 'not chaos and not alone' $(TEST_ARGS)
 
 # The long forms: 10,000 lives of a folder, most ended by SIGKILL, 1,000 deaths of an I/O process,

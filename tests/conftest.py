@@ -121,10 +121,6 @@ def planned(tmp_path, monkeypatch):
     registry._named.cache_clear()
 
 
-MEASURE_TIME = ("test_no_call_blocks_the_loop",)
-"""Tests of suites that plug-ins inherit: a marker in there would bind their authors."""
-
-
 LONG_FIRST = (
     "test_first_run.py", "test_examples.py", "test_exit.py", "test_demo.py",
     "test_mini_engine_offloading.py", "test_bench.py", "test_crash.py", "test_random_model.py",
@@ -143,9 +139,6 @@ def pytest_collection():
 
 def pytest_collection_modifyitems(items):
     items.sort(key=lambda item: item.path.name not in LONG_FIRST)
-    for item in items:
-        if item.originalname in MEASURE_TIME:
-            item.add_marker("alone")
 
 
 def pytest_terminal_summary(terminalreporter):

@@ -137,7 +137,6 @@ def test_a_checksum_of_much_is_not_the_one_shot_function_which_holds_the_gil(mon
     assert fmt.checksum(b"") == fmt.checksum(memoryview(b""))
 
 
-@pytest.mark.alone
 def test_another_thread_goes_on_during_a_checksum():
     """With this switch interval a thread gets the GIL only where another releases it."""
     payload = memoryview(bytearray(16 << 20))

@@ -162,9 +162,8 @@ def suite_of(backend, folder):
     return suite
 
 
-MEASURED = pytest.param("test_no_call_blocks_the_loop", marks=pytest.mark.alone)
 HAZARDS = [
-    MEASURED,
+    "test_no_call_blocks_the_loop",
     "test_a_damaged_chunk_is_a_miss_and_can_come_back",
     "test_a_full_store_keeps_its_capacity_and_says_what_left",
 ]
@@ -175,9 +174,9 @@ def test_a_good_backend_passes(test, tmp_path):
     getattr(suite_of(Verified, tmp_path), test)()
 
 
-@pytest.mark.alone
 @pytest.mark.parametrize("verb", ["contains", "read", "write", "remove"])
-def test_a_call_that_sleeps_on_the_loop_is_named_with_its_time(verb, tmp_path):
+def test_a_call_that_sleeps_on_the_loop_is_named_with_its_time(verb, tmp_path, monkeypatch):
+    monkeypatch.setattr(hazards, "BUSY_S", 1.0)
     backend = type("SleepsIn", (Sleeping,), {"verb": verb})
     with pytest.raises(AssertionError, match=rf"block.*\{{'{verb}': 0\.0[6-9]"):
         suite_of(backend, tmp_path).test_no_call_blocks_the_loop()
@@ -186,7 +185,7 @@ def test_a_call_that_sleeps_on_the_loop_is_named_with_its_time(verb, tmp_path):
 @pytest.mark.parametrize(
     ("backend", "test", "shown"),
     [
-        pytest.param(Computing, *MEASURED.values, r"\{'write': 0\.", marks=pytest.mark.alone),
+        (Computing, HAZARDS[0], r"\{'write': 0\."),
         (Unverified, HAZARDS[1], r"\[True, True, True\] == \[True, False, True\]"),
         (Unforgiving, HAZARDS[1], "cannot be written again"),
         (Silent, HAZARDS[2], "left without a word"),
@@ -199,6 +198,7 @@ def test_a_backend_that_breaks_the_contract_fails_and_values_are_shown(
     backend, test, shown, tmp_path, monkeypatch
 ):
     monkeypatch.setattr(hazards, "SETTLED_S", 0.1)
+    monkeypatch.setattr(hazards, "BUSY_S", 1.0)
     with pytest.raises(AssertionError, match=shown):
         getattr(suite_of(backend, tmp_path), test)()
 
