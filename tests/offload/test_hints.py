@@ -150,7 +150,7 @@ def test_a_request_without_a_name_is_read_each_time(reader):
 @pytest.mark.parametrize(
     "hint",
     [
-        {f"n{i}": 1 for i in range(300_000)},
+        dict.fromkeys(map(str, range(300_000)), 1),
         {"tiers": ["disk"] * 100_000},
         {"tiers": nested(sys.getrecursionlimit() * 3)},
         {"unknown": nested(sys.getrecursionlimit() * 3)},

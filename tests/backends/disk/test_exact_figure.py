@@ -146,23 +146,15 @@ def test_two_processes_remove_the_same_chunk(tmp_path, form, pair):
     assert evicting.root.quota.refresh() == chunk_bytes(tmp_path) == ON_DISK
 
 
-def test_a_chunk_is_replaced_while_another_process_removes_it(tmp_path, form, pair):
-    evicting, other = pair
-    one, _ = two_stored(evicting, other)
-    other.index.hide([name_of(0, one)])  # as one of another version: a store replaces it
-    other.vfs.on(LOOKED[form], lambda: evicting.discard(name_of(0, one), "evicted"))
-    put(other, one)
-    assert not other.vfs.acts
-    assert evicting.root.quota.refresh() == chunk_bytes(tmp_path) == 2 * ON_DISK
-
-
-def test_a_chunk_of_the_other_form_is_replaced_while_another_process_removes_it(
-    tmp_path, form, pair
+@pytest.mark.parametrize("is_of_other_form", [False, True])
+def test_a_chunk_is_replaced_while_another_process_removes_it(
+    tmp_path, form, pair, is_of_other_form
 ):
     evicting, other = pair
     one, _ = two_stored(evicting, other)
-    other.index.hide([name_of(0, one)])
-    other.why_no_slots = "slots are for before" if form == "segments" else None
+    other.index.hide([name_of(0, one)])  # as one of another version: a store replaces it
+    if is_of_other_form:
+        other.why_no_slots = "slots are for before" if form == "segments" else None
     other.vfs.on(LOOKED[form], lambda: evicting.discard(name_of(0, one), "evicted"))
     put(other, one)
     assert not other.vfs.acts

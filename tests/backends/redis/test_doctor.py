@@ -219,6 +219,10 @@ def explained(error, url="redis://host", cause=None, **settings):
     return finding
 
 
+def refused_by(command, text):
+    return CommandRefused(command, ServerError.parse(text))
+
+
 @pytest.mark.parametrize(
     ("error", "url", "check", "remedy"),
     [
@@ -234,9 +238,17 @@ def explained(error, url="redis://host", cause=None, **settings):
         (PermissionError(), "unix:///s", "reachable", "may not use the socket"),
         (ConnectionRefusedError(), "unix:///s", "reachable", "no server listens on this socket"),
         (ConnectionError("x"), "redis+sentinel://h/m", "reachable", "the service's name"),
+        (refused_by("PING", b"NOPERM x"), "redis://h", "rights", "+info"),
+        (refused_by("PING", b"NOPERM x"), "redis+cluster://h", "rights", "+cluster|slots"),
+        (refused_by("PING", b"NOPERM x"), "redis://h/3", "rights", "+select"),
+        (refused_by("PING", b"LOADING x"), "redis://h", "reachable", "reading its snapshot"),
+        (refused_by("SENTINEL", b"ERR x"), "redis+sentinel://h/m", "topology", "no Sentinel"),
+        (refused_by("AUTH", b"ERR x"), "redis://h", "password", "none is given"),
+        (refused_by("PING", b"WRONGPASS x"), "redis://h", "password", "none is given"),
+        (Lost("protocol", "protocol: x"), "redis://h", "protocol", "not Redis"),
     ],
 )
-def test_a_failed_connect_is_explained_by_its_error(error, url, check, remedy):
+def test_a_failed_connect_and_an_error_reply_are_explained(error, url, check, remedy):
     finding = explained(error, url)
     assert finding.check == check
     assert remedy in finding.remedy
@@ -257,29 +269,6 @@ def test_the_cause_of_an_error_decides():
     circular.__cause__ = ConnectionError("b")
     circular.__cause__.__cause__ = circular
     assert redis_doctor._explain(circular, access_of("redis://h")).check == "reachable"
-
-
-def refused_by(command, text):
-    return CommandRefused(command, ServerError.parse(text))
-
-
-@pytest.mark.parametrize(
-    ("error", "url", "check", "remedy"),
-    [
-        (refused_by("PING", b"NOPERM x"), "redis://h", "rights", "+info"),
-        (refused_by("PING", b"NOPERM x"), "redis+cluster://h", "rights", "+cluster|slots"),
-        (refused_by("PING", b"NOPERM x"), "redis://h/3", "rights", "+select"),
-        (refused_by("PING", b"LOADING x"), "redis://h", "reachable", "reading its snapshot"),
-        (refused_by("SENTINEL", b"ERR x"), "redis+sentinel://h/m", "topology", "no Sentinel"),
-        (refused_by("AUTH", b"ERR x"), "redis://h", "password", "none is given"),
-        (refused_by("PING", b"WRONGPASS x"), "redis://h", "password", "none is given"),
-        (Lost("protocol", "protocol: x"), "redis://h", "protocol", "not Redis"),
-    ],
-)
-def test_an_error_reply_is_explained_by_its_code(error, url, check, remedy):
-    finding = explained(error, url)
-    assert finding.check == check
-    assert remedy in finding.remedy
 
 
 def test_a_remedy_names_only_the_rights_that_the_url_needs():
