@@ -47,7 +47,7 @@ class Server:
                     "HF_HUB_OFFLINE": "1",
                     "VLLM_CPU_KVCACHE_SPACE": "1",
                     "VLLM_NO_USAGE_STATS": "1",
-                    "OMP_NUM_THREADS": "2",
+                    "OMP_NUM_THREADS": "1",
                     "PYTHONPATH": os.pathsep.join(
                         filter(None, (str(INTERPRETER), os.environ.get("PYTHONPATH")))
                     ),

@@ -43,7 +43,7 @@ ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_NO_USAGE_STATS": "1",
-    "OMP_NUM_THREADS": "2",
+    "OMP_NUM_THREADS": "1",  # more of them wait for each other most of the time, and take a core
 }
 OF_ENGINES = (
     "vllm.entrypoints.llm",
