@@ -5,6 +5,7 @@ See :mod:`tests.support.engine_process`.
 
 import faulthandler
 import json
+import multiprocessing
 import os
 import signal
 import sys
@@ -15,6 +16,8 @@ from typing import Any
 
 def main() -> None:
     faulthandler.register(signal.SIGUSR1)
+    if "sglang.srt.managers.scheduler" in sys.modules:  # a fork: its processes are forks as well
+        multiprocessing.set_start_method = lambda method, force=False: None  # type: ignore
     import sglang
 
     engine = sglang.Engine(**json.loads(sys.argv[1]))

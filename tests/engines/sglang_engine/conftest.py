@@ -1,7 +1,7 @@
 """A real SGLang on the CPU, with a tiny model made on the spot; ``make test-sglang`` runs these.
 
-Each engine is a process group of its own, so that it can be killed. Starting one takes about half a
-minute of CPU time: tests share engines where they can.
+Each engine is a process group of its own, so that it can be killed. Its three processes are forks
+of one that has imported SGLang, because each import takes ten seconds of a core.
 """
 
 import importlib.util
@@ -15,11 +15,25 @@ from pathlib import Path
 import pytest
 
 from tests.support.engine_process import EngineProcess
+from tests.support.preloaded import Preloaded
 
 ROOT = Path(__file__).parents[3]
 CHILD = Path(__file__).parent / "child.py"
 PAGE = 16
 VOCABULARY = 2000
+ENVIRONMENT = {
+    "SGLANG_USE_CPU_ENGINE": "1",
+    "HF_HUB_OFFLINE": "1",
+    "OMP_NUM_THREADS": "1",  # more of them wait for each other most of the time, and take a core
+}
+OF_ENGINES = (
+    "sglang.srt.entrypoints.engine",
+    "sglang.srt.managers.scheduler",
+    "sglang.srt.managers.detokenizer_manager",
+    "sglang.srt.models.registry",
+    "kvoffload.connectors.sglang",
+)
+"""Modules that every engine imports."""
 
 
 def pytest_collection_modifyitems(items):
@@ -34,7 +48,7 @@ def pytest_collection_modifyitems(items):
 class Engine(EngineProcess):
     """A SGLang in another process; every call waits for its answer."""
 
-    def __init__(self, model, log_file, storage=None, extra=None, env=None, **options):
+    def __init__(self, model, log_file, storage=None, extra=None, env=None, python=None, **options):
         settings = {
             "model_path": model,
             "device": "cpu",
@@ -64,14 +78,8 @@ class Engine(EngineProcess):
                 "enable_cache_report": True,
             }
         self.page = options.get("page_size", PAGE)
-        given = {
-            **os.environ,
-            "SGLANG_USE_CPU_ENGINE": "1",
-            "HF_HUB_OFFLINE": "1",
-            "OMP_NUM_THREADS": "2",
-            **(env or {}),
-        }
-        super().__init__(CHILD, settings | options, log_file, given)
+        given = {**os.environ, **ENVIRONMENT, **(env or {})}
+        super().__init__(CHILD, settings | options, log_file, given, python)
 
     def generate(self, *prompts, **more):
         answer = self.ask("generate", prompts=prompts, **more)
@@ -152,14 +160,26 @@ def disk():
     return lambda root: {"type": "disk", "root": str(root), "capacity": "256MiB", "min_free": 0}
 
 
+@pytest.fixture(scope="session")
+def imported():
+    """A Python that has imported what engines do, which is most of the time of their start."""
+    server = Preloaded(OF_ENGINES, ENVIRONMENT)
+    yield server
+    server.close()
+
+
 @pytest.fixture(scope="module")
-def start(model, tmp_path_factory):
-    """Start an engine; all are killed at the end of the module."""
+def start(model, imported, tmp_path_factory):
+    """Start an engine; all are killed at the end of the module.
+
+    One ``anew``, or with variables of its own, is no fork: each of its processes imports SGLang.
+    """
     running = []
 
-    def begin(storage=None, extra=None, model=model, **options):
+    def begin(storage=None, extra=None, model=model, env=None, anew=False, **options):
         log = tmp_path_factory.mktemp("log") / "engine.log"
-        running.append(Engine(model, log, storage, extra, **options))
+        python = None if anew or env else imported
+        running.append(Engine(model, log, storage, extra, env, python, **options))
         return running[-1].wait_ready()
 
     yield begin

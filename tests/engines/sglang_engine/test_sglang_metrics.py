@@ -47,7 +47,7 @@ def wait_reading(url, is_there):
 def test_a_servers_page_has_the_metrics_of_every_engine(start, prompt, tiers, disk, tmp_path):
     port = free_port()
     extra = tiers(disk(tmp_path / "kv"), metrics_port=port)
-    engine = start("dynamic", extra)
+    engine = start("dynamic", extra, anew=True)  # the plug-in is found in each new process
     told = engine.generate(prompt(0))["tokens"]
     engine.wait_stored(prompt(0), told)
     url = f"http://127.0.0.1:{port}"
