@@ -15,15 +15,18 @@ from typing import Any
 
 def main() -> None:
     faulthandler.register(signal.SIGUSR1)
+    is_fork = "vllm" in sys.modules
     from random_load import RandomLoad, trusted
     from streaming import run_session
-    from vllm import LLM, SamplingParams
+    from vllm import LLM, SamplingParams, envs
     from vllm.lora.request import LoRARequest
 
     from kvoffload.connectors.vllm.engine_metrics import PERIOD_S
     from kvoffload.connectors.vllm.engine_weights import our_connectors
     from kvoffload.connectors.vllm.worker import COUNTERS_PERIOD_S
 
+    if is_fork:  # its processes are forks as well, which vLLM asks for on GPUs alone
+        envs.environment_variables["VLLM_WORKER_MULTIPROC_METHOD"] = lambda: "fork"
     llm = LLM(**json.loads(sys.argv[1]))
     engine = llm.llm_engine
     ids = iter(range(1 << 30))

@@ -3,7 +3,7 @@
 Each engine is a process of its own, so that it can be killed: a fork of one that has imported vLLM,
 because an import takes eight seconds of a core. API servers begin as their users' do. An engine's
 frontend, scheduler and worker share its process. vLLM's own processes, one for each, are asked for
-with ``distributed_executor_backend="mp"``.
+with ``distributed_executor_backend="mp"``; those of a fork are forks as well.
 """
 
 import importlib.util
@@ -54,6 +54,8 @@ OF_ENGINES = (
     "vllm.v1.worker.cpu_worker",
     "kvoffload.connectors.vllm.scheduler",
     "kvoffload.connectors.vllm.worker",
+    "kvoffload.cli.main",
+    "tests.engines.vllm_engine.inspected",
 )
 """Modules that every engine imports."""
 READ_AT_IMPORT = {"TRITON_INTERPRET"}
@@ -62,6 +64,7 @@ READ_AT_IMPORT = {"TRITON_INTERPRET"}
 
 def pytest_collection_modifyitems(items):
     if importlib.util.find_spec("vllm") and importlib.util.find_spec("vllm.version"):
+        importlib.import_module("tests.engines.vllm_engine.inspected")
         return
     here = str(Path(__file__).parent)
     for item in items:

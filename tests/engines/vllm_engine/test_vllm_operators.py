@@ -5,7 +5,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -14,7 +13,6 @@ import pytest
 from tests.support.disk_chunks import stored_in
 
 pytestmark = pytest.mark.timeout(1800)
-KVOFFLOAD = [sys.executable, "-c", "from kvoffload.cli.main import main; main()"]
 OWN_PROCESS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
 BLOCK = 32
 
@@ -27,12 +25,14 @@ def settings(root, **more):
 class Operator:
     """Runs ``kvoffload cache`` as the user of the engines in this folder."""
 
-    def __init__(self, folder):
+    def __init__(self, python, folder):
+        main = "from kvoffload.cli.main import main; main()"
+        self.command = [*python, "-c", main, "cache"]
         self.env = {**os.environ, "KVOFFLOAD_RUNTIME_DIR": str(folder)}
         folder.mkdir()
 
     def run(self, *words, **more):
-        command = [*KVOFFLOAD, "cache", *words]
+        command = [*self.command, *words]
         return subprocess.run(
             command, env=self.env, capture_output=True, text=True, timeout=120, check=False, **more
         )
@@ -52,8 +52,8 @@ class Operator:
 
 
 @pytest.fixture(scope="module")
-def operator(tmp_path_factory):
-    return Operator(tmp_path_factory.mktemp("operator") / "run")
+def operator(imported, tmp_path_factory):
+    return Operator(imported.quick, tmp_path_factory.mktemp("operator") / "run")
 
 
 @pytest.fixture(scope="module")
@@ -149,7 +149,7 @@ def test_a_clear_survives_its_io_process_and_the_engines_death_ends_it(engine, o
     (stopped,) = io_processes(engine)
     os.kill(stopped, signal.SIGSTOP)
     waiting = subprocess.Popen(
-        [*KVOFFLOAD, "cache", "clear", "--yes"], env=operator.env, stderr=subprocess.PIPE, text=True
+        [*operator.command, "clear", "--yes"], env=operator.env, stderr=subprocess.PIPE, text=True
     )
     time.sleep(3)
     assert waiting.poll() is None
