@@ -11,7 +11,7 @@ from kvoffload.offload.tiers import Tier
 CPU = "CPU"
 NEVER_STORED = "never_stored"
 TIER_DOWN = "tier_down"
-"""Nothing is recorded of the chunk, and a tier that may have it cannot be asked."""
+"""Nothing but an eviction is recorded of the chunk, and a tier that may have it cannot be asked."""
 DROPPED = "dropped"
 NOT_ADMITTED = "not_admitted"
 NOT_WANTED = "not_wanted"

@@ -182,18 +182,20 @@ class TieredOffloadingManager(OffloadingManager):
         tiers, reason = self._tiers_of(req_context), self._events.reasons.reason
         declined = self.promises.declined(self.tiers, request_id(req_context))
         found = [self._lookups.place(key, tiers, declined) or reason(key) for key in keys]
-        if not all(tier.presence.is_up for tier in tiers):
-            found = [TIER_DOWN if where == NEVER_STORED else where for where in found]
         if (queued := self.waiting.requests.get(request_id(req_context))) is not None:
             was_here = {*queued.keys[: queued.num_here]}
             for i, key in enumerate(keys):
                 if found[i] == Reason.EVICTED and key in was_here:
                     found[i] = EVICTED_WHILE_WAITING
         told = self.returns.told(keys, self.hints(req_context), request_id(req_context))
-        return [
+        found = [
             EVICTED_BEFORE_RETURN if where == Reason.EVICTED and key in told else where
             for where, key in zip(found, keys, strict=True)
         ]
+        if not all(tier.presence.is_up for tier in tiers):
+            unknown = (NEVER_STORED, Reason.EVICTED)
+            found = [TIER_DOWN if where in unknown else where for where in found]
+        return found
 
     # ---- loads ----
 

@@ -45,6 +45,22 @@ def test_a_chunk_without_a_record_is_unknown_while_a_tier_is_down():
     assert manager.explain(asked) == ["CPU", "never_stored"]
 
 
+def test_a_chunk_that_host_memory_evicted_is_unknown_while_a_tier_is_down():
+    store = Store()
+    manager = new_manager(slots=1, stores=[store])
+    put(manager, keys("a", 1))
+    (transfer,) = manager.take_transfers()
+    manager.complete(transfer, [True])
+    store.held.update(transfer.keys)
+    put(manager, keys("b", 1))
+    assert manager.explain(keys("a", 1)) == ["TIER0"]
+    store.held.clear()  # a tier that is down tells of nothing
+    store.is_up = False
+    assert manager.explain(keys("a", 1)) == ["tier_down"]
+    store.is_up = True
+    assert manager.explain(keys("a", 1)) == ["evicted"]
+
+
 def test_a_chunk_dropped_on_its_way_down_is_missing_because_of_that():
     manager = new_manager(slots=2, stores=[Store()], max_persisting_slots=1)
     put(manager, keys("a", 2))
