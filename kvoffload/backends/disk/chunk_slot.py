@@ -80,10 +80,11 @@ class ChunkSlots:
         try:
             moved = self._read_cached(segment, buffers, wanted, offset) if files.room else 0
             if moved < wanted:
-                slots = segment.slots(direct=files.direct and all(map(is_aligned, targets)))
+                direct = files.direct and all(map(is_aligned, targets))
+                slots = segment.slots(direct=direct, to_read=True)
                 moved = vfs.preadv(slots.fd, buffers, offset)
             if 0 < moved < wanted:
-                slots = segment.slots(direct=False)
+                slots = segment.slots(direct=False, to_read=True)
                 moved = continued(vfs.preadv, slots.fd, buffers, moved, offset)
         except OSError as error:
             return [reason_of(error)] * len(keys)
@@ -147,7 +148,7 @@ class ChunkSlots:
     ) -> int:
         """Read chunks if the page cache has all of them; return the bytes read."""
         with contextlib.suppress(OSError):  # the read that follows tells of an error that lasts
-            slots = segment.slots(direct=False)
+            slots = segment.slots(direct=False, to_read=True)
             if self._vfs.is_cached(slots.fd, wanted, offset) and (
                 (moved := self._vfs.read_cached(slots.fd, buffers, offset)) >= wanted
             ):

@@ -1,6 +1,8 @@
 """Descriptors of the files of segments: opened as they are used, a bounded number kept open."""
 
 import contextlib
+import errno
+import os
 import threading
 import weakref
 from collections import OrderedDict
@@ -32,14 +34,24 @@ class Descriptors:
         self._kept: OrderedDict[_Key, OpenFile] = OrderedDict()
         self._is_closed = False
 
-    def get(self, path: str, flags: int, *, direct: bool = False) -> OpenFile:
-        """Return an open file, the same for all threads; raises OSError."""
+    def get(
+        self, path: str, flags: int, *, direct: bool = False, to_read: bool = False
+    ) -> OpenFile:
+        """Return an open file, the same for all threads; raises OSError.
+
+        ``to_read``: where the file system is read-only, it is open for that, and not kept.
+        """
         key, kept = (path, direct), self._kept
         with contextlib.suppress(KeyError):  # each step is one for all threads
             opened = kept[key]
             kept.move_to_end(key)
             return opened
-        opened = OpenFile(self.vfs, self.vfs.open(path, flags))  # on a dead disk it never ends
+        try:
+            opened = OpenFile(self.vfs, self.vfs.open(path, flags))  # on a dead disk it never ends
+        except OSError as error:
+            if not to_read or error.errno != errno.EROFS:
+                raise
+            return OpenFile(self.vfs, self.vfs.open(path, flags & ~(os.O_RDWR | os.O_CREAT)))
         if self._is_closed:
             return opened
         with self._lock:

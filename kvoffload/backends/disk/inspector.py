@@ -256,7 +256,7 @@ class DiskInspector:
         size, offset = chunk.allocated_bytes, chunk.slot * chunk.allocated_bytes
         try:
             content = buffer[:size] if len(buffer) >= size else memoryview(bytearray(size))
-            slots = chunk.segment.slots(direct=False)
+            slots = chunk.segment.slots(direct=False, to_read=True)
             read = self.vfs.preadv(slots.fd, [content], offset)
             reason = fault_of(content[:read], chunk.key, bytes.fromhex(chunk.namespace), cipher)
             if reason is not None and not chunk.is_there():
@@ -270,7 +270,7 @@ class DiskInspector:
         page = memoryview(bytearray(PAGE))
         try:
             if isinstance(chunk, ChunkSlot):
-                slots = chunk.segment.slots(direct=False)
+                slots = chunk.segment.slots(direct=False, to_read=True)
                 read = self.vfs.preadv(slots.fd, [page], chunk.slot * chunk.allocated_bytes)
                 return parse_header(page[:read])
             fd = self._open(chunk.path)

@@ -25,6 +25,7 @@ from kvoffload.errors import ConfigError
 
 _MAX_LINKS = 40
 """The kernel's own limit of links in one path."""
+LINK = "is a symbolic link; give the folder itself"
 _HARMLESS = ("lost+found",)
 """Names in an empty file system."""
 
@@ -32,7 +33,7 @@ _HARMLESS = ("lost+found",)
 def refuse_unsafe(path: str, facts: os.stat_result) -> None:
     """Raise ConfigError for a folder that other users could change, and for a link."""
     if stat.S_ISLNK(facts.st_mode):
-        raise ConfigError("root", path, "is a symbolic link; give the folder itself")
+        raise ConfigError("root", path, LINK)
     if not stat.S_ISDIR(facts.st_mode):
         raise ConfigError("root", path, "is not a folder")
     if facts.st_uid != os.geteuid():
@@ -202,11 +203,14 @@ def refuse_other_store(root: str, names: Iterable[str]) -> None:
 
 def _listed(vfs: Vfs, root: str) -> list[str]:
     try:
-        if not stat.S_ISDIR(vfs.lstat(root).st_mode):
+        mode = vfs.lstat(root).st_mode
+        if stat.S_ISLNK(mode):
+            raise ConfigError("root", root, LINK)
+        if not stat.S_ISDIR(mode):
             raise ConfigError("root", root, "is not a folder")
         return vfs.listdir(root)
     except FileNotFoundError:
-        remedy = f"does not exist; to begin with an empty folder: mkdir -m 700 {root}"
+        remedy = f"does not exist; to begin with an empty folder: mkdir -p -m 700 {root}"
         raise ConfigError("root", root, remedy) from None
     except NotADirectoryError:
         raise ConfigError("root", root, "is below something that is no folder") from None

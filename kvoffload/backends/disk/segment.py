@@ -125,15 +125,15 @@ class Segment:
 
     # ---- the files -------------------------------------------------------------------------
 
-    def slots(self, *, direct: bool) -> OpenFile:
+    def slots(self, *, direct: bool, to_read: bool = False) -> OpenFile:
         """Open the slots; raises OSError."""
         # A reader of a removed segment must not make the file again, for it would stay.
         made = os.O_CREAT if self.is_own else 0
         flags = os.O_RDWR | made | (os.O_DIRECT if direct else 0)
-        return self._files.get(self.stem + SLOTS, flags, direct=direct)
+        return self._files.get(self.stem + SLOTS, flags, direct=direct, to_read=to_read)
 
-    def _table(self) -> OpenFile:
-        return self._files.get(self.stem + TABLE, os.O_RDWR)
+    def _table(self, *, to_read: bool = False) -> OpenFile:
+        return self._files.get(self.stem + TABLE, os.O_RDWR, to_read=to_read)
 
     def lock(self) -> bool:
         """Lock the segment if it is there and no process has it locked; raises OSError."""
@@ -180,7 +180,7 @@ class Segment:
     def entry(self, slot: int) -> bytearray:
         """Read the entry of a slot from the table."""
         entry = bytearray(ENTRY_BYTES)
-        table = self._table()
+        table = self._table(to_read=True)
         self.vfs.preadv(table.fd, [entry], _offset(slot))
         return entry
 
@@ -358,7 +358,7 @@ class Segment:
 
     def read_table(self) -> None:
         """Read all entries; raises OSError."""
-        file = self._table()
+        file = self._table(to_read=True)
         size = self.vfs.fstat(file.fd).st_size - ENTRY_BYTES
         table, done = bytearray(max(0, size // ENTRY_BYTES * ENTRY_BYTES)), 0
         view = memoryview(table)
@@ -380,7 +380,7 @@ def open_segment(files: Descriptors, stem: str, number: int = 0) -> Segment:
     """
     try:
         head = bytearray(_HEAD.size + _SEAL.size)
-        table = files.get(stem + TABLE, os.O_RDWR)
+        table = files.get(stem + TABLE, os.O_RDWR, to_read=True)
         files.vfs.preadv(table.fd, [head], 0)
         return Segment(files, stem, _slot_bytes_in(head), number)
     except ValueError:

@@ -11,11 +11,12 @@ from kvoffload.backends.disk.chunk_file import bytes_on_disk
 from kvoffload.backends.disk.chunk_forms import Draft
 from kvoffload.backends.disk.index import Index, Name
 from kvoffload.backends.disk.root import RootHandle
+from kvoffload.backends.log_rate import Throttle
 
 log = logging.getLogger(__name__)
 
 _FULL = ("io_ENOSPC", "io_EDQUOT", "io_EROFS")
-_FULL_PAUSE_S = 1.0
+_FULL_PAUSE_S, _FULL_LOG_S = 1.0, 60.0
 _ROOM_TRIES = 4
 """Another process may take the room that an eviction made."""
 _MOST_CHUNKS, _MOST_BYTES, _MOST_SHARE = 8, 32 << 20, 16
@@ -82,6 +83,7 @@ class Space:
         self._waiting = 0
         """Stores that wait for an eviction."""
         self._paused_until = 0.0
+        self._full = Throttle(log, _FULL_LOG_S)
 
     def reserve(self, chunk_bytes: int, most: int = 1) -> "list[Room]":
         """Make room for a chunk, or for up to ``most``, and count it; empty: do not try.
@@ -195,7 +197,12 @@ class Space:
         self._count(f"write_{reason}")
         if reason in _FULL:
             self._paused_until = time.monotonic() + _FULL_PAUSE_S
-            log.warning("disk %s: writing paused, %s", self._root.path, reason)
+            self._full.warning("disk %s: writing paused, %s", self._root.path, reason)
+
+    def removal_failed(self, reason: str) -> None:
+        """Pause writes where nothing can leave for them, as on a read-only file system."""
+        if reason == "io_EROFS" and time.monotonic() >= self._paused_until:
+            self.write_failed(reason)
 
     def add_in_flight(self, allocated_bytes: int) -> None:
         """Count bytes of chunks that a write or removal is moving: a scan may not see them right.

@@ -512,6 +512,7 @@ class DiskStore(Counts):
             except OSError as error:
                 self.count("undeletable")
                 self._undeletable.warning("disk: cannot remove %s: %s", self.path_of(name), error)
+                self.space.removal_failed(reason_of(error))
                 return False
             self.note_removed(name, reason)
         return True
