@@ -95,8 +95,8 @@ def check(
         say(*(f"warning: {warning}" for warning in warnings))
         for name, tier in findings.items():
             for each in tier:
-                text = f"{name}: {each.check} {each.verdict}: {each.detail}. {each.remedy}"
-                say(text.removesuffix(" "))
+                told = "; ".join(filter(None, (each.detail, each.remedy)))
+                say(f"{name}: {each.check} {each.verdict}: {told}")
         say(_verdict(config, failed))
     if failed:
         raise typer.Exit(1)

@@ -249,24 +249,30 @@ def _shown(now: Reading, last: Reading | None) -> RenderableType:
     seconds = max(1e-6, now.when_s - last.when_s) if last else 1.0
     states: list[dict[str, str]] = []
     moves: list[Sequence[str]] = []
+    # A worker's own page has no hits: the scheduler counts them.
+    told = [name for name in COLUMNS if name != names.HIT_TOKENS or _has(now, name)]
     for name, tier in now.tiers.items():
         before = last.tiers.get(name, {}) if last else {}
         hits = _hits(now, last, tier, before)
         states.append({"tier": name, "state": _state(tier), **hits, **_fill(tier)})
         if any(column in tier for column in COLUMNS):
-            grown = ((column, _grown(tier, before, column)) for column in COLUMNS)
+            grown = ((column, _grown(tier, before, column)) for column in told)
             moves.append((name, *(_number(column, value / seconds) for column, value in grown)))
     filled = [title for title in states[0] if any(row[title] for row in states)]
     rows = [[row[title] for title in filled] for row in states]
     numbers = [title for title in filled if title not in ("tier", "state")]
     parts: list[RenderableType] = [table_of(filled, rows, numbers=numbers)]
     if moves:
-        numbers = [f"{title}/s" if last else title for title in COLUMNS.values()]
+        numbers = [f"{COLUMNS[name]}/s" if last else COLUMNS[name] for name in told]
         parts.append(table_of(["tier", *numbers], moves, numbers=numbers))
     if now.attached:
         parts.append(_attached(now, last, seconds))
     parts += [plain(line) for line in (*_lines(now), *now.notes)]
     return Group(*parts)
+
+
+def _has(now: Reading, name: str) -> bool:
+    return any(name in tier for tier in now.tiers.values())
 
 
 def _attached(now: Reading, last: Reading | None, seconds: float) -> RenderableType:
@@ -330,9 +336,9 @@ def _lines(now: Reading) -> Iterator[str]:
     if leaving := totals.get("engines_leaving"):
         yield f"{counted(int(leaving), 'engine')} left while a store's call uses its memory"
     if totals.get("io_restarts"):
-        yield f"the I/O process was started again {totals['io_restarts']:,.0f} times"
+        yield f"lost its I/O process or server {counted(int(totals['io_restarts']), 'time')}"
     if totals.get("transfer_failures"):
-        yield f"transfers of {totals['transfer_failures']:,.0f} chunks failed"
+        yield f"transfers of {counted(int(totals['transfer_failures']), 'chunk')} failed"
     for tier in tiers:
         if "chunks" in tier:
             yield (

@@ -86,8 +86,16 @@ def test_a_folder_of_something_else_is_refused_and_left_alone(tmp_path):
 def test_a_path_that_does_not_exist_is_not_made(tmp_path):
     result = kvoffload("doctor", str(tmp_path / "kv"))
     assert result.returncode == 2
-    assert f"mkdir -m 700 {tmp_path / 'kv'}" in result.stderr
+    assert f"mkdir -p -m 700 {tmp_path / 'kv'}" in result.stderr
     assert not (tmp_path / "kv").exists()
+
+
+def test_a_link_to_a_folder_is_called_one(tmp_path):
+    (tmp_path / "real").mkdir(0o700)
+    (tmp_path / "kv").symlink_to(tmp_path / "real")
+    result = kvoffload("doctor", str(tmp_path / "kv"))
+    assert result.returncode == 2
+    assert "is a symbolic link" in result.stderr
 
 
 def test_an_empty_folder_is_examined_and_stays_empty(tmp_path):

@@ -166,6 +166,21 @@ kvoffload_load_seconds_count{tier="disk"} 20
         assert "waiting" not in shown  # an empty column
 
 
+def test_a_page_without_hits_has_no_column_of_them():
+    page = """
+kvoffload_load_bytes_total{tier="disk"} 5
+kvoffload_io_restarts_total 1
+kvoffload_transfer_failures_total 1
+"""
+    for more, has_hits in (("", False), ('kvoffload_hit_tokens_total{tier="disk"} 0\n', True)):
+        out = Console(width=80, file=io.StringIO())
+        out.print(_shown(of_page(page + more), None))
+        assert ("hit tokens" in out.file.getvalue()) is has_hits
+    shown = out.file.getvalue()
+    assert "its I/O process or server 1 time\n" in shown
+    assert "transfers of 1 chunk failed\n" in shown
+
+
 @pytest.mark.parametrize(
     ("requests", "told"), [(0, []), (1, ["1 request in"]), (3, ["3 requests in"])]
 )
