@@ -72,7 +72,7 @@ def test_a_tier_that_is_down_is_one_alert(tmp_path, until):
     ]
     url = f"http://127.0.0.1:{port}/api/v2/alerts"
     firing = [("KVOffloadTierDown", "redis"), ("KVOffloadBreakerOpen", "redis")]
-    firing += [("KVOffloadBreakerOpen", "redis1")]
+    firing += [("KVOffloadBreakerOpen", "redis1"), ("KVOffloadTransferFailures", "")]
     alerts = [
         {"labels": {"alertname": name, "tier": tier, "instance": "e"}} for name, tier in firing
     ]
@@ -85,11 +85,15 @@ def test_a_tier_that_is_down_is_one_alert(tmp_path, until):
             def states():
                 told = json.loads(answered(url) or "[]")
                 return {
-                    (each["labels"]["alertname"], each["labels"]["tier"]): each["status"]["state"]
+                    (each["labels"]["alertname"], each["labels"].get("tier", "")): each["status"][
+                        "state"
+                    ]
                     for each in told
                 }
 
-            sent = dict.fromkeys(firing, "active") | {firing[1]: "suppressed"}
+            sent = dict.fromkeys(firing, "active") | dict.fromkeys(
+                (firing[1], firing[3]), "suppressed"
+            )
             until(lambda: states() == sent)
         finally:
             process.kill()
