@@ -84,14 +84,15 @@ class Server:
                 env={**os.environ, "SGLANG_USE_CPU_ENGINE": "1", "HF_HUB_OFFLINE": "1"},
             )
 
-    def wait_ready(self, timeout_s: float = 300.0) -> None:
+    def wait_ready(self, timeout_s: float = 900.0) -> None:
         """Wait until it serves; end the demo if it does not."""
         until = time.monotonic() + timeout_s
         while time.monotonic() < until:
             if self.process.poll() is not None:
                 sys.exit(f"the server ended:\n{self.log.read_text()[-3000:]}")
             try:
-                urllib.request.urlopen(f"{self.url}/health", timeout=1).close()
+                # SGLang computes a token for the answer: seconds on a busy machine.
+                urllib.request.urlopen(f"{self.url}/health", timeout=30).close()
                 return
             except OSError:
                 time.sleep(0.5)

@@ -147,4 +147,6 @@ def _time(each: Holding) -> str:
 def _dtype(facts: Mapping[str, Any]) -> str:
     """Return the type of the stored elements, which an engine may set apart from the model's."""
     stored = str(facts.get("kv_dtype", ""))
-    return stored if stored not in ("", "auto") else str(facts.get("dtype", ""))
+    if stored in ("", "auto", "of the pool"):  # SGLang's pages have the dtype of their pool
+        stored = str(facts.get("pool.dtype") or facts.get("dtype", ""))
+    return stored.removeprefix("torch.")

@@ -78,6 +78,14 @@ def table(text):
     return [[cell.strip() for cell in line.strip("│").split("│")] for line in lines]
 
 
+async def test_the_dtype_of_pages_of_sglang_is_that_of_their_pool(tmp_path):
+    backend = open_disk(tmp_path, "pages")
+    facts = {"model": "m", "kv_dtype": "of the pool", "pool.dtype": "torch.float16"}
+    await backend.describe(facts | {"dtype": "torch.bfloat16"})
+    await backend.close()
+    assert table(kvoffload("inspect", str(tmp_path)).stdout)[0][2] == "float16"
+
+
 @pytest.mark.parametrize(
     ("words", "names"),
     [
