@@ -13,6 +13,7 @@ import asyncio
 import logging
 import os
 import secrets
+import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -60,6 +61,9 @@ _KEYS_A_CALL = 32
 _LOOKUP_THREADS = 4
 """So many, or one for each of those that move chunks: a lookup waits for no chunk."""
 _REFUSED = "refused_full"
+_ROOM_S, _ROOM_LOOK_S = 2.0, 0.02
+"""How long a write waits for room, and between two looks: the process that evicts may look at what
+others stored only once a second."""
 _MAX_REMOVALS = 1 << 16
 """Removals kept for a listener that may never ask; older ones are lost to it."""
 
@@ -253,12 +257,24 @@ class FolderBackend(AsyncChunkBackend):
     async def write(
         self, keys: Sequence[bytes], chunks: Sequence[memoryview], tenants: Sequence[bytes] = ()
     ) -> list[Written]:
-        """Write chunks, each whole or not at all; the first write names the namespace there."""
+        """Write chunks, each whole or not at all; the first write names the namespace there.
+
+        A chunk waits for room on no thread and keeps no load from its turn.
+        """
         check_lengths(keys, chunks)
         for key in keys:
             check_key(key)
         # Tails first, because files leave in the order of their times.
-        answers = await super().write(keys[::-1], chunks[::-1], tenants[::-1])
+        keys, chunks, tenants = keys[::-1], chunks[::-1], tenants[::-1]
+        answers: list[Written] = []
+        until_s = time.monotonic() + _ROOM_S
+        while (begun := len(answers)) < len(keys):
+            fitting = self._housekeeper.room.fitting(chunk.nbytes for chunk in chunks[begun:])
+            if not fitting and time.monotonic() < until_s and not self.is_closed:
+                await asyncio.sleep(_ROOM_LOOK_S)
+            else:  # at last without room, which counts each chunk that is refused
+                part = slice(begun, begun + fitting if fitting else None)
+                answers += await super().write(keys[part], chunks[part], tenants[part])
         if self._facts is None and any(answers):
             await self.describe({})  # opened without facts: the manifest tells the name alone
         return answers[::-1]

@@ -21,8 +21,6 @@ DEAD_S, SURELY_S = 20.0, 3.0
 a pause of the server all records look old at first."""
 LEAST_FREE, FREED = 0.05, 0.10
 """Shares of the capacity: eviction begins below the first, and ends at the second."""
-_MOST_ASKED = 0.125
-"""Eviction begins below this share at the latest, if processes were refused what they asked for."""
 _NEWCOMER = 0.02
 """Share of the capacity that one process may store before it is counted, at most."""
 _OF_A_FULL_MOUNT = 0.03
@@ -77,9 +75,6 @@ class Evictor:
         self._full_bytes, self._full_again_s = 0, -math.inf
         self._alive: dict[str, HostRecord] = {}
         """The records of the last turn, without those of processes that have ended."""
-        self._asked: dict[str, int] = {}
-        """What each process wanted to store between two records, where it was refused part of it.
-        Each eviction forgets a quarter."""
         self._silent_s: dict[str, float] = {}
         """When the record of each silent process was first seen to be too old."""
         self.unsure_bytes = 0
@@ -92,6 +87,9 @@ class Evictor:
         """Eviction goes on, over several turns, until no more bytes are left."""
         self._scan: Scan | None = None
         self._scan_due_s, self._scan_again_s = 0.0, math.inf
+        self._awaited_scan_due_s = 0.0
+        """When the next scan may begin if an eviction has no file left; it takes half of the time
+        at most."""
         self._unscanned_bytes = 0
         """What processes have told to have stored since the last scan."""
         self.scans = 0
@@ -102,7 +100,8 @@ class Evictor:
         self._scan, self._goal_bytes = None, None
         self._alive = {}
         # What the last evictor saw unfinished is to be seen again when it is old.
-        self._scan_due_s, self._scan_again_s = 0.0, time.monotonic() + LEFTOVER_S
+        self._scan_due_s = self._awaited_scan_due_s = 0.0
+        self._scan_again_s = time.monotonic() + LEFTOVER_S
         if self._oldest.tags is not None:
             self._scan_again_s = 0.0  # whose the files are takes a while to read
         self.resident_bytes, self.counted = 0 if is_new else None, {}
@@ -124,14 +123,10 @@ class Evictor:
         # A listing may miss a record that is replaced just then: so does GlusterFS.
         hosts = {**{token: (host, math.inf) for token, host in self._alive.items()}, **hosts}
         self.resident_bytes = self._count(self.resident_bytes, hosts)
-        # One share is for a process that has not told of itself yet.
-        shares = len(self._alive) + 1
+        shares = max(1, len(self._alive))
         largest = max((host.largest_bytes for host, _ in hosts.values()), default=0)
-        asked = max(self._asked.values(), default=0)
-        asked = min(2 * asked * shares, int(self._capacity_bytes * _MOST_ASKED))
-        least = max(int(self._capacity_bytes * LEAST_FREE), shares * largest, asked)
-        freed = int(self._capacity_bytes * FREED)
-        wanted = max(freed, 2 * shares * largest, freed // 2 + asked)
+        least = max(int(self._capacity_bytes * LEAST_FREE), shares * largest)
+        wanted = max(int(self._capacity_bytes * FREED), 2 * shares * largest)
         surplus = self._surplus(hosts, is_full=is_full)
         if self._free_bytes < least or surplus:
             if self._goal_bytes is None and self._oldest.tags is not None:
@@ -144,6 +139,8 @@ class Evictor:
         is_wanted = self.unsure_bytes > 0 or time.monotonic() > self._scan_again_s
         if self._oldest.tags is not None:  # else many would be unread when an eviction begins
             is_wanted |= self._unscanned_bytes > self._capacity_bytes * LEAST_FREE
+        # A slow mount takes seconds to list even a small folder: nothing is evicted meanwhile.
+        is_wanted |= not self._oldest and self._free_bytes < self._capacity_bytes // 2
         if self._scan is not None or is_wanted or len(self._oldest) < self._few:
             self._advance(time.monotonic() + _BEHIND_S)
         self._set_limits(shares, largest)
@@ -161,7 +158,7 @@ class Evictor:
         silent = {token for token, (_, age_s) in hosts.items() if age_s > DEAD_S}
         now_s = time.monotonic()
         self._silent_s = {token: self._silent_s.get(token, now_s) for token in silent}
-        before, self._alive, counted = self._alive, {}, {}
+        self._alive, counted = {}, {}
         for token, (host, age_s) in hosts.items():
             # What a process took back, because it could not be written, a scan finds free.
             known = self.counted.get(token, max(0, host.stored_bytes - self._of_newcomer))
@@ -169,9 +166,6 @@ class Evictor:
             resident += more
             self._unscanned_bytes += more
             counted[token] = host.stored_bytes
-            last = before.get(token, host)
-            if host.refused_bytes > last.refused_bytes:
-                self._asked[token] = host.asked_bytes - last.asked_bytes
             patience_s = SURELY_S if age_s < math.inf else DEAD_S
             is_dead = token in silent and now_s - self._silent_s[token] > patience_s
             if is_dead and not host.is_closed:
@@ -181,7 +175,6 @@ class Evictor:
             else:
                 self._alive[token] = host
         self.counted = counted
-        self._asked = {token: asked for token, asked in self._asked.items() if token in self._alive}
         return resident
 
     def _reserved(self, token: str, host: HostRecord) -> int:
@@ -198,8 +191,8 @@ class Evictor:
         alive = self._alive
         reserved = {token: self._reserved(token, host) for token, host in alive.items()}
         free = max(0, self._free_bytes - self.unsure_bytes)
-        share = free // shares
-        self.newcomer_bytes = min(share, self._of_newcomer)
+        self.newcomer_bytes = min(free // (shares + 1), self._of_newcomer)
+        share = (free - self.newcomer_bytes) // shares
         free = max(0, free - self.newcomer_bytes - sum(reserved.values()))
         self.limits = {token: self.limits.get(token, 0) for token in reserved}
         enough = max(share * 3 // 4, min(largest, share))
@@ -234,7 +227,6 @@ class Evictor:
         while self._goal_bytes is not None and time.monotonic() < until_s:
             if (self.resident_bytes or 0) <= self._goal_bytes:
                 self._goal_bytes = None
-                self._asked = {token: asked * 3 // 4 for token, asked in self._asked.items()}
             elif (file := self._oldest.take()) is not None:
                 self._remove(file)
             elif not self._advance(until_s, may_read=False) or not self._oldest:
@@ -262,7 +254,7 @@ class Evictor:
         ``may_read``: nothing waits for it, so it may also read whose the files are.
         """
         if self._scan is None:
-            if time.monotonic() < self._scan_due_s:
+            if time.monotonic() < (self._scan_due_s if may_read else self._awaited_scan_due_s):
                 return False
             order = self._oldest
             self._scan = Scan(self._vfs, self._root, self._records, order.tags, order.above())
@@ -292,5 +284,6 @@ class Evictor:
         if scan.num_unread:
             self._scan_again_s = now_s
         self._scan_due_s = now_s + scan.listing_s() / _SCAN_SHARE
+        self._awaited_scan_due_s = now_s + scan.listing_s()
         self.scans += 1
         return True

@@ -48,13 +48,7 @@ class HostRecord(Record, frozen=True, kw_only=True):
     """What it may store until it is told more, by the lease that it has read."""
     largest_bytes: int
     out_of_space: int
-    refused_bytes: int = 0
-    """What it did not store because it had reached its limit."""
     is_closed: bool = False
-
-    @property
-    def asked_bytes(self) -> int:
-        return self.stored_bytes + self.refused_bytes
 
 
 class LeaseRecord(Record, frozen=True, kw_only=True):

@@ -4,8 +4,9 @@ The evictor counts what all processes say they stored, and sets each of them a l
 capacity holds although no two hosts share a lock or a counter.
 """
 
+import itertools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from kvoffload.backends.disk.chunk_file import bytes_on_disk
 from kvoffload.backends.folder import clock
@@ -31,8 +32,6 @@ class Room:
         self._until_s = 0.0
         self.largest_bytes = 0
         """Of one file."""
-        self.refused_bytes = 0
-        """Since the start: of chunks for which there was no room."""
         self.out_of_space = 0
         """How many stores the mount refused because it, or a quota of it, is full."""
 
@@ -45,12 +44,20 @@ class Room:
             has_room = has_room and clock.now_s() < self._until_s
             if has_room:
                 self.stored_bytes += size
-            else:
-                self.refused_bytes += size
             is_short = not has_room or self.stored_bytes > self._half_bytes
         if is_short:
             self._wake()
         return has_room
+
+    def fitting(self, chunks: Iterable[int]) -> int:
+        """Return how many of these chunks there is room for, in their order."""
+        with self._lock:
+            left = self.limit_bytes - self.stored_bytes if clock.now_s() < self._until_s else 0
+        ends = itertools.accumulate(map(bytes_on_disk, chunks))
+        fitting = sum(1 for _ in itertools.takewhile(lambda end: end <= left, ends))
+        if not fitting:
+            self._wake()
+        return fitting
 
     def release(self, chunk_bytes: int, reason: str) -> None:
         """Count a chunk no more that was not written, for this reason."""

@@ -29,10 +29,11 @@ TURN_S = 1.0
 LEASE_S = 15.0
 """A lease that is older, by the server's clock, is free to take."""
 _RENEW_S = LEASE_S / 3
-_ASKED_S, _ASKED_FOR_S = 0.1, 1.0
-"""The same for the process that evicts, and for how long after it raised a limit."""
+_ASKED_FOR_S = 1.0
+"""How long after it raised a limit the process that evicts makes turns without being woken."""
 _PAUSE_S, _LONG_PAUSE_S = 0.02, 0.2
-"""The least time between two turns, of the process that evicts and of each other one."""
+"""The least time between two turns of the process that evicts; with each process that it counts the
+pause of the others is so much longer, up to the second."""
 _LOOK_S = 5.0
 """Time between two looks whether the root is still the same."""
 _TIMES_S = 0.2
@@ -115,11 +116,12 @@ class Housekeeper:
     def _run(self) -> None:
         while not self._is_closing:
             is_asked = time.monotonic() - self._evictor.raised_s < _ASKED_FOR_S
-            self._wake.wait(_ASKED_S if self.is_evictor and is_asked else TURN_S)
+            pause_s = min(_PAUSE_S * self.num_hosts, _LONG_PAUSE_S)
+            self._wake.wait(pause_s if self.is_evictor and is_asked else TURN_S)
             self._wake.clear()
             if not self._is_closing:
                 self._turn()
-                time.sleep(_PAUSE_S if self.is_evictor else _LONG_PAUSE_S)
+                time.sleep(_PAUSE_S if self.is_evictor else pause_s)
         self._leave()
 
     def _turn(self) -> None:
@@ -148,7 +150,6 @@ class Housekeeper:
             limit_bytes=room.limit_bytes,
             largest_bytes=room.largest_bytes,
             out_of_space=room.out_of_space,
-            refused_bytes=room.refused_bytes,
             is_closed=self._is_closing,
         )
         if record == self._told and began_s - self._told_s < _RENEW_S:
