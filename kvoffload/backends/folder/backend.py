@@ -63,7 +63,7 @@ _LOOKUP_THREADS = 4
 _REFUSED = "refused_full"
 _ROOM_S, _ROOM_LOOK_S = 2.0, 0.02
 """How long a write waits for room, and between two looks: the process that evicts may look at what
-others stored only once a second."""
+was stored only once a second."""
 _MAX_REMOVALS = 1 << 16
 """Removals kept for a listener that may never ask; older ones are lost to it."""
 

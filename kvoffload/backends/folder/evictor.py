@@ -73,6 +73,7 @@ class Evictor:
         """When a process last got a higher limit: it may soon wait for the next one."""
         self._out_of_space: dict[str, int] = {}
         self._full_bytes, self._full_again_s = 0, -math.inf
+        """Until when failures on a full mount evict no more while fewer bytes are stored."""
         self._alive: dict[str, HostRecord] = {}
         """The records of the last turn, without those of processes that have ended."""
         self._silent_s: dict[str, float] = {}
@@ -105,7 +106,7 @@ class Evictor:
         if self._oldest.tags is not None:
             self._scan_again_s = 0.0  # whose the files are takes a while to read
         self.resident_bytes, self.counted = 0 if is_new else None, {}
-        self.limits, self.unsure_bytes = {}, 0
+        self.limits, self.unsure_bytes, self._full_bytes = {}, 0, 0
         if lease is not None and lease.resident_bytes is not None:
             self.resident_bytes, self.counted = lease.resident_bytes, dict(lease.counted)
             self.limits, self.unsure_bytes = dict(lease.limits), lease.unsure_bytes
