@@ -10,7 +10,7 @@ import os
 import signal
 import threading
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TypeVar
 
 from kvoffload.backends.disk.vfs import Buffers, Vfs
@@ -120,9 +120,9 @@ class HookedVfs(Vfs):
         """See :class:`Vfs`."""
         return self.around("listdir", path, lambda: Vfs.listdir(self, path))
 
-    def listfacts(self, path: str) -> list[tuple[str, os.stat_result]]:
+    def listfacts(self, path: str) -> Iterator[tuple[str, os.stat_result]]:
         """See :class:`Vfs`."""
-        return self.around("listdir", path, lambda: Vfs.listfacts(self, path))
+        return self.around("listdir", path, lambda: iter([*Vfs.listfacts(self, path)]))
 
     def statvfs(self, path: str) -> os.statvfs_result:
         """See :class:`Vfs`."""

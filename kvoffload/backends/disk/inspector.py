@@ -167,10 +167,11 @@ class DiskInspector:
 
     def quarantined(self) -> list[Waste]:
         """Return the files set aside as damaged; none if they cannot be listed."""
-        folder, files = f"{self.root}/{QUARANTINE}", []
+        folder, found = f"{self.root}/{QUARANTINE}", []
         with contextlib.suppress(OSError):
-            files = self.vfs.listfacts(folder)
-        return sorted(Waste(f"{folder}/{name}", facts.st_blocks * 512) for name, facts in files)
+            for name, facts in self.vfs.listfacts(folder):
+                found.append(Waste(f"{folder}/{name}", facts.st_blocks * 512))
+        return sorted(found)
 
     def leftovers(self) -> list[Waste]:
         """Return the folders of dead writers, and of killed runs of ``kvoffload doctor``."""

@@ -193,14 +193,12 @@ class Vfs:
         with self._folder(path) as fd:
             return os.listdir(fd)
 
-    def listfacts(self, path: str) -> list[tuple[str, os.stat_result]]:
-        """Return the names in a folder with their facts; skip those removed meanwhile."""
-        listed = []
+    def listfacts(self, path: str) -> Iterator[tuple[str, os.stat_result]]:
+        """Yield the names in a folder with their facts; skip those removed meanwhile."""
         with self._folder(path) as fd, os.scandir(fd) as entries:
             for entry in entries:
                 with contextlib.suppress(FileNotFoundError):
-                    listed.append((entry.name, entry.stat(follow_symlinks=False)))
-        return listed
+                    yield entry.name, entry.stat(follow_symlinks=False)
 
     @contextlib.contextmanager
     def _folder(self, path: str) -> Iterator[int]:

@@ -3,7 +3,7 @@
 import contextlib
 import os
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
 from kvoffload.backends.disk.paths import MANIFEST, SEGMENTS, SHARDS, SNAPSHOT, key_of
@@ -38,21 +38,26 @@ def walk(
     for name in SHARDS:
         path = f"{folder}/{name}"
         try:
-            listed = vfs.listfacts(path) if is_due(name) else None
+            listed = [*vfs.listfacts(path)] if is_due(name) else None
         except FileNotFoundError:
             continue
         except OSError as error:
             failed(name, error)
             continue
         if listed is not None:
-            strays: list[str] = []
-            chunks = []
-            for file, facts in listed:
-                if (key := key_of(file)) is not None:
-                    chunks.append((key, facts))
-                else:
-                    strays.append(file)
-            yield Shard(name, path, chunks, strays)
+            yield shard_of_files(name, path, listed)
+
+
+def shard_of_files(name: str, path: str, listed: Iterable[tuple[str, os.stat_result]]) -> Shard:
+    """Return a shard of its files, as a listing has them."""
+    strays: list[str] = []
+    chunks = []
+    for file, facts in listed:
+        if (key := key_of(file)) is not None:
+            chunks.append((key, facts))
+        else:
+            strays.append(file)
+    return Shard(name, path, chunks, strays)
 
 
 def names_in(vfs: Vfs, folder: str) -> list[str]:

@@ -8,9 +8,9 @@ from itertools import chain
 from typing import NamedTuple
 
 from kvoffload.backends.disk.chunk_file import bytes_on_disk
-from kvoffload.backends.disk.paths import is_namespace
+from kvoffload.backends.disk.paths import SHARDS, is_namespace
 from kvoffload.backends.disk.vfs import Vfs
-from kvoffload.backends.disk.walker import walk
+from kvoffload.backends.disk.walker import shard_of_files
 from kvoffload.backends.folder.places import HOSTS, LEFTOVERS, is_temporary
 from kvoffload.backends.folder.records import Records
 from kvoffload.backends.folder.tenants import Tag, Tags
@@ -20,6 +20,10 @@ LEFTOVER_S = 600.0
 """A file that is being written is this old only if its writer was killed."""
 MOST_OLDEST = 200_000
 """Files that one scan remembers, the least recently used: some 50 MB."""
+
+
+_FILES_A_STEP = 1024
+"""A slow mount needs a second for their facts."""
 
 
 class OldFile(NamedTuple):
@@ -121,7 +125,16 @@ class Scan:
 
     def _scan(self) -> Iterator[bool]:
         for folder in filter(is_namespace, self._vfs.listdir(self._root)):
-            for shard in walk(self._vfs, f"{self._root}/{folder}", _refuse):
+            for name in SHARDS:
+                listed, path = [], f"{self._root}/{folder}/{name}"
+                try:
+                    for file in self._vfs.listfacts(path):
+                        listed.append(file)
+                        if not len(listed) % _FILES_A_STEP:
+                            yield True
+                except FileNotFoundError:
+                    continue
+                shard = shard_of_files(name, path, listed)
                 self.passed.add((folder, shard.name))
                 tag_of: dict[bytes, Tag] = {}
                 if self._tags is not None:
@@ -132,8 +145,8 @@ class Scan:
                     self.total_bytes += size
                     used_ns, tag = facts.st_mtime_ns, tag_of.get(key, 0)
                     self._remember(OldFile(used_ns, size, folder, shard.name, key, tag))
-                for name in filter(is_temporary, shard.strays):
-                    self.total_bytes += self._unfinished(f"{shard.path}/{name}")
+                for stray in filter(is_temporary, shard.strays):
+                    self.total_bytes += self._unfinished(f"{shard.path}/{stray}")
                 yield True
         for folder in (self._root, f"{self._root}/{HOSTS}"):
             for name in self._vfs.listdir(folder):
@@ -166,8 +179,3 @@ def _push(oldest: _Oldest, file: OldFile, most: int) -> None:
         heapq.heappush(oldest, entry)
     elif entry > oldest[0]:
         heapq.heapreplace(oldest, entry)
-
-
-def _refuse(shard: str, error: OSError) -> None:
-    """End a scan that would count too little."""
-    raise error

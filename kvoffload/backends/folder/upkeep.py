@@ -32,8 +32,8 @@ _RENEW_S = LEASE_S / 3
 _ASKED_FOR_S = 1.0
 """How long after it raised a limit the process that evicts makes turns without being woken."""
 _PAUSE_S, _LONG_PAUSE_S = 0.02, 0.2
-"""The least time between two turns of the process that evicts. The other ones pause so long for each
-process that uses the root, up to the second."""
+"""The least time between two turns of the process that evicts. Other ones pause so long for
+each process that uses the root, up to the second."""
 _LOOK_S = 5.0
 """Time between two looks whether the root is still the same."""
 _TIMES_S = 0.2

@@ -217,7 +217,8 @@ async def test_a_scan_of_many_names_lists_each_folder_once_and_remembers_few(tmp
     calls = vfs.taken()
     assert calls["unlink"] == len(gone) >= 190
     assert calls["lstat"] <= len(gone) + 2
-    assert calls["listdir"] == 256 * evictor.scans
+    begun = evictor.scans + (evictor._scan is not None)
+    assert 256 * evictor.scans <= calls["listdir"] <= 256 * begun
     assert evictor.scans <= 2 + len(gone) // 100
     assert len(evictor._oldest) <= 100
 

@@ -4,10 +4,19 @@ import asyncio
 import time
 
 import msgspec
-from folder_parts import ON_DISK, load, open_folder, store, store_at_last, stored_bytes, until
+from folder_parts import (
+    ON_DISK,
+    load,
+    open_folder,
+    path_of,
+    store,
+    store_at_last,
+    stored_bytes,
+    until,
+)
 
 from kvoffload.backends.disk.vfs import Vfs
-from kvoffload.backends.folder import upkeep
+from kvoffload.backends.folder import scan, upkeep
 from kvoffload.backends.folder.evictor import Evictor
 from kvoffload.backends.folder.records import HostRecord, Records
 from kvoffload.testing.backends import keys_of
@@ -146,3 +155,35 @@ async def test_an_eviction_whose_order_is_used_up_waits_for_the_next_listing_onl
         assert stored_bytes(root) <= 38 * ON_DISK
     assert evictor.scans > 2
     await writer.close()
+
+
+async def test_a_listing_of_one_large_shard_goes_on_in_the_next_turns(tmp_path, monkeypatch):
+    """In one turn it took longer than a lease lasts, so that two processes listed by turns."""
+    now_s, real, root = 0.0, time.monotonic, tmp_path / "share"
+    backend = open_folder(root)
+    keys = keys_of(60)
+    assert await store_at_last(backend, keys)
+    await backend.close()
+    shard = path_of(root, keys[0]).parent
+    for key in keys[1:]:
+        (path := path_of(root, key)).rename(shard / path.name)
+    vfs = Vfs()
+
+    def slowly(listed):
+        nonlocal now_s
+        for file in listed:
+            now_s += 0.5
+            yield file
+
+    vfs.listfacts = lambda path, of=vfs.listfacts: slowly(of(path))
+    monkeypatch.setattr(time, "monotonic", lambda: real() + now_s)
+    monkeypatch.setattr(scan, "_FILES_A_STEP", 4)
+    evictor = Evictor(vfs, str(root), Records(vfs, str(root), "test"), 1 << 30, print)
+    evictor.begin(None, is_new=False)
+    longest = 0.0
+    while not evictor.scans:
+        began_s = now_s
+        evictor.turn({})
+        longest = max(longest, now_s - began_s)
+    assert evictor.resident_bytes == 60 * ON_DISK
+    assert longest < 5
