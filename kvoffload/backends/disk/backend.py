@@ -32,6 +32,7 @@ from kvoffload.backends.disk.scanner import purge
 from kvoffload.backends.disk.store import DiskStore
 from kvoffload.backends.disk.vfs import Vfs
 from kvoffload.backends.header import check_key, is_key, namespace_digest
+from kvoffload.backends.log_rate import Throttle
 from kvoffload.backends.seals import Seal
 from kvoffload.backends.threaded import ThreadPoolBackend
 from kvoffload.config import human_bytes
@@ -43,6 +44,9 @@ __all__ = ["DiskBackend", "DiskOptions"]
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
+_UNDESCRIBED = -1
+"""In place of a count of repairs: there is no manifest yet."""
+_SAY_AGAIN_S = 600.0
 _READERS, _BUFFERED_READERS, _WRITERS = 8, 4, 4
 _QUICK_BYTES = 128 << 10
 """One thread moves chunks up to this length between memory and the page cache as fast as two."""
@@ -93,9 +97,11 @@ class DiskBackend(ThreadPoolBackend):
         self._is_complete = False
         self._stopping = threading.Event()
         self._unfinished: set[asyncio.Future[Any]] = set()
-        self._facts: dict[str, str] | None = None
+        self._facts: dict[str, str] = {}
         self._describing = threading.Lock()
-        self._repairs = 0
+        self._repairs = _UNDESCRIBED
+        """Repairs of the root up to the last manifest."""
+        self._untold = Throttle(log, _SAY_AGAIN_S)
         vfs.on_fork = self._leave_in_child
 
     @staticmethod
@@ -226,12 +232,10 @@ class DiskBackend(ThreadPoolBackend):
             self._housekeeper.wake()
             if not reservation.is_used_up:
                 await self._patiently(self._release(reservation))
-        if self._facts is None:
-            # Opened without facts: the manifest tells the name alone.
-            self._facts, self._repairs = {}, self._store.root.repairs
-            await self._patiently(run_once(self._write_manifest, {}))
-        elif self._repairs != self._store.root.repairs:
-            await self.describe(self._facts)
+        if self._repairs != (repairs := self._store.root.repairs) and any(answers):
+            # If it was opened without facts, the manifest tells the name alone.
+            self._repairs = repairs
+            await self._patiently(run_once(self._write_manifest, self._facts))
         return answers
 
     async def remove(self, keys: Sequence[bytes]) -> None:
@@ -388,7 +392,9 @@ class DiskBackend(ThreadPoolBackend):
             try:
                 manifest.write(store.vfs, folder, self.namespace, facts, temporary)
             except OSError as error:
-                log.warning("disk: cannot write a manifest into %s: %s", folder, error)
+                self._repairs = _UNDESCRIBED  # the next write tries again
+                text = "disk: cannot write a manifest into %s: %s"
+                self._untold.warning(text, folder, error)
 
     def _refuses(self, kind: str, items: int) -> bool:
         """Return whether to answer False to all: closed, or other users may change the root."""

@@ -112,7 +112,8 @@ class FolderBackend(AsyncChunkBackend):
         self._removals: deque[Removal] = deque(maxlen=_MAX_REMOVALS)
         self._opened: dict[bytes, os.stat_result] = {}
         """The facts of the files that loads in flight have opened, where a load asks for them."""
-        self._facts: dict[str, str] | None = None
+        self._facts: dict[str, str] = {}
+        self._is_described = False
         self._said: dict[str, Throttle] = {}
         """By what failed."""
         self._housekeeper = Housekeeper(
@@ -275,8 +276,9 @@ class FolderBackend(AsyncChunkBackend):
             else:  # at last without room, which counts each chunk that is refused
                 part = slice(begun, begun + fitting if fitting else None)
                 answers += await super().write(keys[part], chunks[part], tenants[part])
-        if self._facts is None and any(answers):
-            await self.describe({})  # opened without facts: the manifest tells the name alone
+        if not self._is_described and any(answers):
+            # If it was opened without facts, the manifest tells the name alone.
+            await self.describe(self._facts)
         return answers[::-1]
 
     async def close(self) -> None:
@@ -316,8 +318,9 @@ class FolderBackend(AsyncChunkBackend):
 
     async def describe(self, facts: Mapping[str, str]) -> None:
         if not self.is_closed:
-            self._facts = dict(facts)
-            await self._asked("write", lambda turn: self._write_manifest(facts), None)
+            self._facts, self._is_described = dict(facts), True
+            work = self._write_manifest
+            self._is_described = await self._asked("write", lambda turn: work(facts), False)
 
     async def described(self) -> list[Described]:
         if self.is_closed:
@@ -392,7 +395,8 @@ class FolderBackend(AsyncChunkBackend):
         if facts is not None and await self._asked("write", lambda turn: remove(key, facts), False):
             self._removals.append(Removal(key, "corrupt"))
 
-    def _write_manifest(self, facts: Mapping[str, str]) -> None:
+    def _write_manifest(self, facts: Mapping[str, str]) -> bool:
+        """Write the manifest if there is none; return whether there is one."""
         vfs, folder = self._vfs, self._folder
 
         def temporary() -> str:
@@ -402,4 +406,6 @@ class FolderBackend(AsyncChunkBackend):
         try:
             manifest.write(vfs, folder, self._namespace, facts, temporary)
         except OSError as error:
-            log.warning("folder: cannot write a manifest into %s: %s", folder, error)
+            self._say("manifest", "cannot write a manifest: %s", error)
+            return False
+        return True

@@ -1,6 +1,8 @@
 """After a restart: chunks, their order, the accounting."""
 
 import asyncio
+import errno
+import json
 import os
 import shutil
 import subprocess
@@ -16,7 +18,7 @@ from kvoffload.backends.disk.paths import LEDGER, OWNER, SHARDS, SNAPSHOT, WRITE
 from kvoffload.backends.header import namespace_digest
 from kvoffload.config import ByteSize
 from kvoffload.testing.backends import filled, keys_of, payload_of, slots
-from tests.support.vfs import StuckVfs
+from tests.support.vfs import FailingVfs, StuckVfs
 
 pytestmark = pytest.mark.usefixtures("as_files")
 
@@ -216,6 +218,21 @@ async def test_the_manifest_names_the_facts_and_is_written_once(tmp_path):
     await backend.close()
 
 
+async def test_a_manifest_that_could_not_be_written_is_written_with_the_next_store(
+    tmp_path, caplog
+):
+    vfs = FailingVfs(1, errno.EIO, when=lambda call, path: path.endswith("manifest.json"))
+    backend = open_disk(tmp_path, vfs)
+    await backend.describe({"model": "m"})
+    assert list(tmp_path.glob("*/manifest.json")) == []
+    assert "cannot write a manifest" in caplog.text
+    (key,) = keys_of(1)
+    assert await backend.write([key], filled([key], SIZE)) == [True]
+    (path,) = tmp_path.glob("*/manifest.json")
+    assert json.loads(path.read_bytes())["facts"] == {"model": "m"}
+    await backend.close()
+
+
 async def test_files_that_are_not_ours_are_left_alone(tmp_path):
     await stored(tmp_path, keys_of(2))
     (namespace,) = (path for path in tmp_path.iterdir() if len(path.name) == 64)
@@ -348,7 +365,7 @@ from disk_parts import let_calls_hang_after
 from kvoffload.backends.disk.backend import DiskBackend, DiskOptions
 from kvoffload.config import ByteSize
 from kvoffload.testing.backends import filled, keys_of, slots
-from tests.support.vfs import StuckVfs
+from tests.support.vfs import FailingVfs, StuckVfs
 from tests.support.io_loop import IOLoop
 
 call, root = sys.argv[1:]

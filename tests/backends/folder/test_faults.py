@@ -3,6 +3,7 @@
 import asyncio
 import errno
 import itertools
+import json
 import os
 import subprocess
 import sys
@@ -399,4 +400,18 @@ async def test_a_failure_that_lasts_is_a_line_for_each_reason_in_ten_minutes(
     now_s[0] += 600
     assert await store(backend, keys_of(1)) == [False]
     assert caplog.records[-1].getMessage().endswith(": io_ENOSPC (18 more like it before)")
+    await backend.close()
+
+
+async def test_a_manifest_that_could_not_be_written_is_written_with_the_next_store(
+    tmp_path, caplog
+):
+    vfs = FailingVfs(1, errno.EIO, when=lambda call, path: path.endswith("manifest.json"))
+    backend = open_folder(tmp_path / "share", vfs=vfs)
+    await backend.describe({"model": "m"})
+    assert list(tmp_path.glob("share/*/manifest.json")) == []
+    assert "cannot write a manifest" in caplog.text
+    assert await store(backend, keys_of(1)) == [True]
+    (path,) = tmp_path.glob("share/*/manifest.json")
+    assert json.loads(path.read_bytes())["facts"] == {"model": "m"}
     await backend.close()
