@@ -1,6 +1,7 @@
 """Plug-ins by entry point: built-in and third-party backends and policies are found alike."""
 
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Sequence
 from functools import cache, partial
 from importlib.metadata import EntryPoint, entry_points
 from inspect import isclass
@@ -9,7 +10,7 @@ from typing import Any
 from kvoffload.backends.admin import COMMANDS
 from kvoffload.backends.base import Backend, BackendFactory
 from kvoffload.backends.key_files import ENCRYPTION, read_encryption, without
-from kvoffload.config import OffloadConfig, convert, did_you_mean
+from kvoffload.config import BackendConfig, OffloadConfig, convert, did_you_mean
 from kvoffload.errors import HIDDEN, ConfigError
 from kvoffload.extras import check_extra
 from kvoffload.policies.base import Policy, refusal
@@ -95,14 +96,26 @@ def check_plugins(config: OffloadConfig) -> None:
     """Check the policy, the options of each tier, and extras; no store is opened.
 
     Raises:
-        ConfigError: no such plug-in, unknown or bad option, an extra that is not installed.
+        ConfigError: no such plug-in, unknown or bad option, an extra that is not installed, two
+            tiers of one type in one folder.
     """
     for setting in ("metrics_port", "otel_spans"):
         if value := getattr(config, setting):
             check_extra(setting, value)
     load(POLICIES, config.policy, "policy")
-    for i, tier in enumerate(config.backends):
-        read_options(tier.type, tier.options, f"backends[{i}].")
+    check_tiers(config.backends)
+
+
+def check_tiers(tiers: Sequence[BackendConfig]) -> None:
+    """Check the options of each tier, and that no two share a folder; raises ConfigError."""
+    first_in: dict[tuple[str, str], int] = {}
+    for i, tier in enumerate(tiers):
+        options = read_options(tier.type, tier.options, f"backends[{i}].")
+        if isinstance(root := getattr(options, "root", None), str):
+            first = first_in.setdefault((tier.type, os.path.abspath(root)), i)
+            if first != i:
+                remedy = f"is where backends[{first}] keeps its chunks; one tier is enough there"
+                raise ConfigError(f"backends[{i}].root", root, remedy)
 
 
 def open_backend(

@@ -40,6 +40,9 @@ def kvoffload(monkeypatch, capsys):
     return run
 
 
+SAME_ROOT = [{"type": "disk", "root": root, "capacity": "1GiB"} for root in ("/x/kv", "/x/kv/")]
+
+
 @pytest.fixture
 def doctor(kvoffload):
     return partial(kvoffload, command="doctor")
@@ -70,6 +73,10 @@ def test_a_right_file_is_right(kvoffload, tmp_path, ending):
         ({"cpu_byte": 1}, "did you mean 'cpu_bytes'?"),
         ({"cpu_bytes": "1GiB", "policy": "LUR"}, "did you mean"),
         ({"cpu_bytes": 1, "backends": [{"type": "disk", "capacty": 1}]}, "backends[0].capacty"),
+        (
+            {"cpu_bytes": 1, "backends": SAME_ROOT},
+            "backends[1].root = '/x/kv/': is where backends[0]",
+        ),
         ({}, "cpu_bytes = None: is required"),
     ],
 )

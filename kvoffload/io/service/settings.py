@@ -74,6 +74,5 @@ def read_serve_config(raw: Mapping[str, Any]) -> ServeConfig:
     if config.metrics_port:
         check_extra("metrics_port", config.metrics_port)
     registry.load(registry.POLICIES, config.policy, "policy")
-    for i, tier in enumerate(config.backends):
-        registry.read_options(tier.type, tier.options, f"backends[{i}].")
+    registry.check_tiers(config.backends)
     return config
