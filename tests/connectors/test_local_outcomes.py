@@ -20,7 +20,7 @@ class LateCopies:
     def __init__(self, connector, seconds):
         self._seconds = seconds
         self._launch = connector._worker._copier.launch
-        connector._worker._copier.launch = lambda moves, to_host, after: self._launch(
+        connector._worker._copier.launch = lambda moves, to_host, after, lent=None: self._launch(
             moves, to_host, self
         )
 

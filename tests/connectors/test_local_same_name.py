@@ -23,7 +23,7 @@ class Gate:
         self.opened.set()
         copier = connector._worker._copier
         launch = copier.launch
-        copier.launch = lambda moves, to_host, after: launch(moves, to_host, self)
+        copier.launch = lambda moves, to_host, after, lent=None: launch(moves, to_host, self)
 
     def done(self):
         return self.opened.is_set()

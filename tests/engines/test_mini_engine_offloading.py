@@ -182,7 +182,9 @@ def test_blocks_written_again_before_a_late_store_read_them_are_stored_right(tin
     monkeypatch.setattr(
         CpuCopier,
         "launch",
-        lambda self, moves, to_host, after: launch(self, moves, to_host, LateFence(after, 0.2)),
+        lambda self, moves, to_host, after, lent=None: launch(
+            self, moves, to_host, LateFence(after, 0.2)
+        ),
     )
     truth = {}
 

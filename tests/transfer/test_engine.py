@@ -204,9 +204,9 @@ def test_chunks_that_were_copied_as_they_arrived_are_not_launched_again(half, un
     store_all(half, until, "disk")
     launch, launched = half.copier.launch, []
 
-    def noted(moves, *, to_host, after):
+    def noted(moves, to_host, after, lent=None):
         launched.append([move.host_slot for move in moves])
-        return launch(moves, to_host, after)
+        return launch(moves, to_host, after, lent)
 
     half.copier.launch = noted
     half.worker.submit(3, (staged(range(20), range(20), "disk"), GPULoadStoreSpec(range(40))), 20)

@@ -51,7 +51,6 @@ def tables(connector):
         "abandoned": host._abandoned,
         "turns": host.turns,
         "begun jobs": manager._jobs.begun,
-        "late jobs": manager._late,
         "declined": promises._declined,
         "counted uses": connector._uses._counted,
         "kept for the queue": host.claims,
