@@ -18,6 +18,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -144,6 +145,14 @@ sock = socket.socket(fileno=int(sys.argv[1]))
 while data := sock.recv(1 << 16):
     sock.sendall(data)
 """
+LOOP_ECHO = """
+import asyncio, socket, sys
+async def echo():
+    reader, writer = await asyncio.open_connection(sock=socket.socket(fileno=int(sys.argv[1])))
+    while data := await reader.read(1 << 18):
+        writer.write(data)
+asyncio.run(echo())
+"""
 
 
 def run(total_bytes: int = TOTAL_BYTES) -> dict[str, Any]:
@@ -237,13 +246,8 @@ def _lending(path: str, keys: list[bytes]) -> list[Row]:
     """Alternate round trips of a loan of all chunks and of as many bytes that come back."""
     fd = create_shared_memory(SIZE)
     server = AttachedServer(path, fd)
-    mine, theirs = socket.socketpair()
-    command = [sys.executable, "-c", ECHO, str(theirs.fileno())]
-    echo = subprocess.Popen(command, pass_fds=[theirs.fileno()])
-    theirs.close()
     sock, reader, numbers = server.sock, MessageReader(to_server=False), itertools.count(1)
-    for each in (mine, sock):
-        each.settimeout(TIMEOUT_S)
+    sock.settimeout(TIMEOUT_S)
 
     def hear(*kinds: type) -> list[Any]:
         """Return the first message of each kind."""
@@ -261,20 +265,37 @@ def _lending(path: str, keys: list[bytes]) -> list[Row]:
         assert len(lent.numbers) == len(keys)
         sock.sendall(frame(Release(lent.loan)))
 
-    def echoed() -> None:
+    def echoed(mine: socket.socket) -> None:
         data = order(next(numbers))
         mine.sendall(data)
         assert len(mine.recv(len(data), socket.MSG_WAITALL)) == len(data)
 
     sock.sendall(frame(Open(VERSION, SERVE, NAMESPACE, {}, SIZE, SIZE, 5.0)) + frame(Borrow()))
     hear(Passed, PresenceChanges)
-    lend_s, echo_s = best_of(lend, echoed, rounds=LOANS)
+    with _echo(ECHO) as plain, _echo(LOOP_ECHO) as looped:
+        echoes = partial(echoed, plain), partial(echoed, looped)
+        lend_s, *echo_s = best_of(lend, *echoes, rounds=LOANS)
     server.close()
-    mine.close()
-    echo.wait()
     os.close(fd)
     what = f"loan of {len(keys)} chunks, round trip, best"
-    return [row(what, 1e6 * lend_s, "µs", 1e6 * echo_s, "socket's echo")]
+    limits = "socket's echo", "echo of an event loop"
+    return [
+        row(what, 1e6 * lend_s, "µs", 1e6 * limit_s, name)
+        for limit_s, name in zip(echo_s, limits, strict=True)
+    ]
+
+
+@contextmanager
+def _echo(code: str) -> Iterator[socket.socket]:
+    """Give the end of a socket whose other end a process echoes."""
+    mine, theirs = socket.socketpair()
+    mine.settimeout(TIMEOUT_S)
+    command = [sys.executable, "-c", code, str(theirs.fileno())]
+    with theirs:
+        echo = subprocess.Popen(command, pass_fds=[theirs.fileno()])
+    with mine:
+        yield mine
+    echo.wait()
 
 
 def _first_loads(server: HostServer, total_bytes: int) -> list[Row]:

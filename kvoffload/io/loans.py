@@ -62,7 +62,7 @@ class Loans:
     def lend_verified(
         self, order: Load, store: Lends, ok: bytearray, places: Sequence[int]
     ) -> list[int]:
-        """Lend the chunks at these places that are verified; return the places left."""
+        """Lend those of these chunks that are verified; return the places of the rest."""
         keys = order.keys
         starts, end = store.lend([keys[i] for i in places], _sizes(order, places))
         lent = {i: start for i, start in zip(places, starts, strict=True) if start >= 0}
