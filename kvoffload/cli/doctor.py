@@ -12,6 +12,7 @@ from kvoffload.cli.output import console, plain, say, table_of
 from kvoffload.cli.server_check import is_of_server, server_findings
 from kvoffload.cli.stores import AsJson, Kind, Settings, Target, run_on
 from kvoffload.errors import ConfigError
+from kvoffload.io.service.listener import lock_of
 
 _COLOURS = {"ok": "green", "warning": "yellow", "failed": "red"}
 
@@ -39,6 +40,9 @@ def command(
     """
     if config is None and target and not kind and is_of_server(target):
         findings = server_findings(target)
+        if not any(map(os.path.lexists, (target, lock_of(target)))):  # below /run
+            more = f"; a disk tier begins with an empty folder: mkdir -m 700 {target}"
+            findings = [each._replace(remedy=each.remedy + more) for each in findings]
         _tell(findings, as_json)
     elif config is None:
         findings = _of_store(target, kind, option)

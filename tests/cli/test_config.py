@@ -328,7 +328,10 @@ def test_a_doctor_takes_what_a_reboot_has_removed_for_a_server(doctor):
     (found,) = json.loads(out)["findings"]
     assert (code, found["verdict"]) == (1, "failed")
     assert "No such file or directory" in found["detail"]
-    assert found["remedy"] == "start kvoffload serve there, as the user of the engines"
+    assert found["remedy"] == (
+        "start kvoffload serve there, as the user of the engines; "
+        "a disk tier begins with an empty folder: mkdir -m 700 /run/kvoffload-none/s"
+    )
 
 
 def test_dictionary_precedes_environment_precedes_file_precedes_default(kvoffload, tmp_path):
