@@ -334,11 +334,7 @@ class Session:
     ) -> None:
         """Let jobs use a store that has opened, and tell of it.
 
-        Args:
-            wanted: what the engine has asked for.
-            store: the open store.
-            closing: closes the old stores.
-            running: calls of jobs on old stores, which were cancelled.
+        ``running`` are cancelled calls on the old stores, which ``closing`` closes.
         """
         remains: list[str] = []
         forgotten = wanted.forgotten.get(store.name, [])
