@@ -12,8 +12,10 @@ CAPACITY = 64 * ON_DISK
     "kills", [24, pytest.param(10_000, marks=[pytest.mark.chaos, pytest.mark.timeout(3000)])]
 )
 def test_no_kill_gives_a_wrong_byte_or_breaks_the_capacity(mounts, monkeypatch, kills):
-    for module in (folder_crash.upkeep, folder_crash.evictor, folder_crash.scan):
-        for name in ("TURN_S", "LEASE_S", "_RENEW_S", "DEAD_S", "SURELY_S", "LEFTOVER_S"):
+    crash = folder_crash
+    for module in (crash.upkeep, crash.evictor, crash.scan, crash.folder_backend):
+        names = ("TURN_S", "LEASE_S", "_RENEW_S", "DEAD_S", "SURELY_S", "LEFTOVER_S", "_ROOM_S")
+        for name in names:
             if hasattr(module, name):
                 monkeypatch.setattr(module, name, getattr(module, name))  # put back afterwards
     report = campaign([str(mount / "kv") for mount in mounts], kills, seed=1, capacity=CAPACITY)
