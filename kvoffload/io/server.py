@@ -492,12 +492,15 @@ class Session:
         if self._writer is not None:
             self._flush()
             self._writer.close()
-            with contextlib.suppress(ConnectionError, TimeoutError):
+            try:
                 async with asyncio.timeout(END_S):
                     await self._writer.wait_closed()
-            # Or the loop would go on waiting for an engine that reads nothing. Its descriptor is
-            # closed next, and an engine that gets the same number would be refused.
-            self._writer.transport.abort()
+            except TimeoutError:
+                # Or the loop would go on waiting for an engine that reads nothing. Its descriptor
+                # is closed next, and an engine that gets the same number would be refused.
+                self._writer.transport.abort()
+            except ConnectionError:
+                pass  # it is closed
 
     def end(self) -> None:
         """End the session: the engine reads so, unless it is clogged, and the end of the socket."""
