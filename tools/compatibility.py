@@ -45,7 +45,7 @@ ROWS: dict[str, tuple[str, ...]] = {
     "Redis: sharing, outages": ("test_vllm_redis.py",),
     "faults of the disk tier and of copies": ("test_vllm_faults.py",),
     "the I/O process dies": ("test_vllm_io_process.py",),
-    "a server of the host: shared, and deaths": ("test_vllm_host_server.py", "test_vllm_serve.py"),
+    "a server of the host: shared, and deaths": ("test_vllm_host_server.py",),
     "tensor parallel 2: restart, a chunk lost on one rank": (
         "test_vllm_presence.py",
         "test_vllm_identity.py::test_two_ranks",

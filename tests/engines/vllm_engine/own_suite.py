@@ -10,6 +10,7 @@ import types
 
 import vllm.distributed.kv_transfer.kv_connector.v1.offloading.worker as their_worker
 import vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector as theirs
+from vllm.model_executor.models import registry
 from vllm.v1.kv_offload.base import LookupResult
 
 from kvoffload.connectors.vllm.scheduler import KVOffloadScheduler
@@ -88,6 +89,7 @@ class OurWorker(KVOffloadWorker):
         self.worker = self.spec.get_worker(kv_caches)
 
 
+registry._run_in_subprocess = lambda look: look()  # see inspected.py
 theirs.OffloadingConnectorScheduler = OurScheduler
 their_worker.OffloadingConnectorWorker = OurWorker
 

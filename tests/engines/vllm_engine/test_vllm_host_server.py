@@ -1,14 +1,17 @@
 """Real engines of one server of the host: what dies, who goes on, and what is hit afterwards."""
 
+import re
 import time
 
 import pytest
 
+from kvoffload.cli.top import fetch
 from tests.support.host_server import HostServer
+from tests.support.redis_server import free_port
 
 pytestmark = pytest.mark.timeout(1800)
 
-LENGTH, CACHED = 1000, 992  # whole blocks of 32 tokens in a prompt
+LENGTH, CACHED, CHUNKS = 1000, 992, 31  # whole blocks of 32 tokens in a prompt
 
 
 @pytest.fixture
@@ -25,7 +28,7 @@ def server(tmp_path):
     made = []
 
     def begin():
-        made.append(HostServer(tmp_path, memory="64MiB"))
+        made.append(HostServer(tmp_path, memory="64MiB", metrics_port=free_port()))
         return made[-1]
 
     yield begin
@@ -46,7 +49,15 @@ def hit_in_the_end(engine, prompt, told):
         engine.ask("quiet")
 
 
-def test_engines_share_a_cache_that_outlives_them_and_go_on_without_it(engine, server, prompts):
+def num_lent(port):
+    """Return how many chunks the server has lent: engines load these out of its memory."""
+    counts = re.findall(r'reason="lent",tier="memory"} (\d+)', fetch(f"http://127.0.0.1:{port}"))
+    return sum(map(int, counts))
+
+
+def test_engines_share_a_cache_that_outlives_them_and_go_on_without_it(
+    engine, server, prompts, until
+):
     first = engine()
     wanted, other = prompts(2, LENGTH)
     told = first.generate([wanted])["tokens"]  # no server is there
@@ -54,8 +65,10 @@ def test_engines_share_a_cache_that_outlives_them_and_go_on_without_it(engine, s
     hit_in_the_end(first, wanted, told)
 
     second = engine()
+    lent = num_lent(host.port)
     answer = second.generate([wanted])
     assert [answer["tokens"], answer["cached"]] == [told, [CACHED]]
+    until(lambda: num_lent(host.port) >= lent + CHUNKS)
 
     first.kill()
     again = engine()
