@@ -4,7 +4,6 @@ import json
 import os
 import re
 import subprocess
-import sys
 import threading
 import unittest.mock
 from urllib.error import URLError
@@ -359,7 +358,7 @@ def test_versions_whose_keys_are_not_seeded_are_refused():
     check_version(True, "0.6.0")
 
 
-def started(extra, **env):
+def started(python, extra, **env):
     """Resolve the arguments of a start in another process, and return what it says in the end."""
     extra = {
         "backend_name": "k", "module_path": "kvoffload.connectors.sglang",
@@ -374,19 +373,20 @@ args = module.ServerArgs(model_path="none", hicache_storage_backend="dynamic",
                          hicache_storage_backend_extra_config={json.dumps(extra)!r})
 args.resolve_once()
 """
-    command = [sys.executable, "-c", code]
+    command = [*python.command, "-c", code]
     env = {**os.environ, **env}
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=env)
     assert done.returncode
     return done.stderr
 
 
-def test_a_wrong_setting_ends_the_start_before_a_model_is_loaded():
-    assert "host memory is HiCache's own" in started({"cpu_bytes": 1})
+def test_a_wrong_setting_ends_the_start_before_a_model_is_loaded(imported):
+    assert "host memory is HiCache's own" in started(imported, {"cpu_bytes": 1})
 
 
-def test_a_machine_that_cannot_compile_sglangs_hashes_ends_the_start(tmp_path):
+def test_a_machine_that_cannot_compile_sglangs_hashes_ends_the_start(imported, tmp_path):
     said = started(
+        imported,
         {"trust_image_hashes": True},
         TORCH_EXTENSIONS_DIR=str(tmp_path),
         CXX="false",
