@@ -1,7 +1,11 @@
 """The environment itself: SGLang and HiCache compute, back up and load on a CPU, without us."""
 
+import pytest
 
-def test_an_engine_answers_and_its_own_storage_serves_it(start, prompt, tmp_path):
+pytestmark = pytest.mark.timeout(900)
+
+
+def test_an_engine_answers_and_its_own_storage_serves_it(start, prompt, tmp_path, monkeypatch):
     asked = prompt(1)
     plain = start()
     told = plain.generate(asked)
@@ -11,7 +15,8 @@ def test_an_engine_answers_and_its_own_storage_serves_it(start, prompt, tmp_path
     assert plain.generate(prompt(2))["tokens"] != told["tokens"]
     plain.kill()
 
-    stored = start("file", env={"SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR": str(tmp_path / "file")})
+    monkeypatch.setenv("SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR", str(tmp_path / "file"))
+    stored = start("file")
     assert stored.generate(asked)["tokens"] == told["tokens"]
     stored.forget()
     loaded = stored.generate(asked)
