@@ -28,8 +28,15 @@ def decoding(rig, count, length=BLOCK + 1):
         rig.add(prompt(length, seed), 600)
     for _ in range(BLOCK):
         rig.step()
-        time.sleep(0.01)  # copies and writes end, and tiers tell of them
+        end_copies(rig)
+        time.sleep(0.01)  # writes end, and tiers tell of them
     rig.reports = 0
+
+
+def end_copies(rig):
+    """Wait for the copies in flight: the next step takes in their answers."""
+    half = rig.worker.connector_worker
+    half._transfers.wait([*half._stores, *half._loads])
 
 
 def counted(rig, steps):
@@ -40,6 +47,7 @@ def counted(rig, steps):
         rig.meter.take()
         rig.step()
         calls = rig.meter.take()[1]
+        end_copies(rig)
         found.append((calls["scheduler"], calls["worker"]))
     rig.meter.is_counting = False
     return found
