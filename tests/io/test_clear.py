@@ -101,7 +101,9 @@ def test_a_store_of_before_that_may_come_after_the_removal_is_said(
     until(lambda: load.answers)  # so the store has begun
     with pytest.raises(OSError, match="planned: a call that began before hangs"):
         clear(client)
+    assert not listener.answers
     planned.set()
+    until(lambda: listener.answers)
     clear(client)
 
 
