@@ -116,7 +116,8 @@ class StoreBatch:
         answers = iter(result.ok)
         for job_id, moves, whole in self._stores:
             num_bytes = result.transfer_bytes * len(moves) // self.num_chunks
-            ok = tuple(is_whole and next(answers) for is_whole in whole)
+            # A list: a generator is entered again for each chunk, on the engine's thread.
+            ok = tuple([is_whole and next(answers) for is_whole in whole])
             reason = result.reason or ("" if all(whole) else PARTIAL_CHUNK)
             yield replace(result, job_id=job_id, ok=ok, reason=reason, transfer_bytes=num_bytes)
 
@@ -168,4 +169,4 @@ class SharedWrites:
         if own is None:
             return result
         answers = iter(result.ok)
-        return replace(result, ok=tuple(not is_own or next(answers) for is_own in own))
+        return replace(result, ok=tuple([not is_own or next(answers) for is_own in own]))
