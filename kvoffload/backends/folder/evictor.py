@@ -126,8 +126,9 @@ class Evictor:
         self.resident_bytes = self._count(self.resident_bytes, hosts)
         shares = max(1, len(self._alive))
         largest = max((host.largest_bytes for host, _ in hosts.values()), default=0)
-        least = max(int(self._capacity_bytes * LEAST_FREE), shares * largest)
-        wanted = max(int(self._capacity_bytes * FREED), 2 * shares * largest)
+        # Of a few large chunks each host needs one whole, besides what a newcomer may store.
+        least = max(int(self._capacity_bytes * LEAST_FREE), shares * largest + self._of_newcomer)
+        wanted = max(int(self._capacity_bytes * FREED), least + shares * largest)
         surplus = self._surplus(hosts, is_full=is_full)
         if self._free_bytes < least or surplus:
             if self._goal_bytes is None and self._oldest.tags is not None:

@@ -4,6 +4,7 @@ import asyncio
 import time
 
 import msgspec
+import pytest
 from folder_parts import (
     ON_DISK,
     load,
@@ -39,6 +40,18 @@ async def test_bursts_of_two_hosts_into_a_small_full_store_find_room(mounts):
     assert min(stored) > 0.9 * 8 * 32
     assert 0.8 * capacity < most <= 1.02 * capacity
     await asyncio.gather(*(host.close() for host in hosts))
+
+
+@pytest.mark.parametrize(("chunks", "hosts"), [(5, 1), (20, 1), (12, 2)])
+async def test_each_host_of_a_folder_of_few_chunks_has_room_for_one_again(tmp_path, chunks, hosts):
+    root, capacity = tmp_path / "share", chunks * ON_DISK
+    backends = [open_folder(root, capacity=capacity) for _ in range(hosts)]
+    assert await until(lambda: all(each.usage().gauges["hosts"] == hosts for each in backends))
+    for number in range(2 * chunks):
+        for host, backend in enumerate(backends):
+            assert await store_at_last(backend, keys_of(1, f"{host}-{number}"))
+        assert stored_bytes(root) <= capacity
+    await asyncio.gather(*(backend.close() for backend in backends))
 
 
 async def test_a_write_that_waits_for_room_holds_up_no_load_and_no_end(tmp_path):
