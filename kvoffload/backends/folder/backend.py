@@ -17,7 +17,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from kvoffload.backends.asynchronous import AsyncChunkBackend
 from kvoffload.backends.base import (
@@ -60,7 +60,9 @@ _KEYS_A_CALL = 32
 """Keys that one thread looks up in a row: a hop to a thread costs as much as a few of them."""
 _LOOKUP_THREADS = 4
 """So many, or one for each of those that move chunks: a lookup waits for no chunk."""
-_REFUSED = "refused_full"
+_FULL = "full"
+_NO_ROOM = cast("Written", None)
+"""The answer to a chunk for which there was no room: its write waits, or refuses it."""
 _ROOM_S, _ROOM_LOOK_S = 2.0, 0.02
 """How long a write waits for room, and between two looks: the process that evicts may look at what
 was stored only once a second."""
@@ -180,9 +182,9 @@ class FolderBackend(AsyncChunkBackend):
         if not reason:
             self._known.stored(key)
             return True
-        if reason == _REFUSED:
-            self.count(reason)
-        elif reason != "late":
+        if reason == _FULL:
+            return _NO_ROOM
+        if reason != "late":
             self.count(f"write_{reason}")
             self._say(f"write_{reason}", "a chunk cannot be stored: %s", reason)
         return False
@@ -195,7 +197,7 @@ class FolderBackend(AsyncChunkBackend):
         """
         room, nbytes = self._housekeeper.room, chunk.nbytes
         if not room.reserve(nbytes):
-            return _REFUSED
+            return _FULL
         if reason := self._files.write(turn, key, chunk, tenant):
             room.release(nbytes, reason)
         return reason
@@ -267,19 +269,41 @@ class FolderBackend(AsyncChunkBackend):
             check_key(key)
         # Tails first, because files leave in the order of their times.
         keys, chunks, tenants = keys[::-1], chunks[::-1], tenants[::-1]
-        answers: list[Written] = []
-        until_s = time.monotonic() + _ROOM_S
-        while (begun := len(answers)) < len(keys):
-            fitting = self._housekeeper.room.fitting(chunk.nbytes for chunk in chunks[begun:])
-            if not fitting and time.monotonic() < until_s and not self.is_closed:
+        answers: list[Written] = [_NO_ROOM] * len(keys)
+        until_s, is_over = time.monotonic() + _ROOM_S, False
+        while not is_over and (left := [i for i, a in enumerate(answers) if a is _NO_ROOM]):
+            fitting = self._num_fitting([keys[i] for i in left], [chunks[i] for i in left])
+            is_over = time.monotonic() > until_s or not self._may_get_room
+            if not fitting and not is_over:
                 await asyncio.sleep(_ROOM_LOOK_S)
-            else:  # at last without room, which counts each chunk that is refused
-                part = slice(begun, begun + fitting if fitting else None)
-                answers += await super().write(keys[part], chunks[part], tenants[part])
+                continue
+            part = left if is_over else left[:fitting]
+            of_part = [tenants[i] for i in part] if tenants else ()
+            written = await super().write(
+                [keys[i] for i in part], [chunks[i] for i in part], of_part
+            )
+            for i, answer in zip(part, written, strict=True):
+                answers[i] = answer  # another write may have taken the room
+        if refused := sum(answer is _NO_ROOM for answer in answers):
+            self.count("refused_full", refused)
+            answers = [answer or False for answer in answers]
         if not self._is_described and any(answers):
             # If it was opened without facts, the manifest tells the name alone.
             await self.describe(self._facts)
         return answers[::-1]
+
+    def _num_fitting(self, keys: Sequence[bytes], chunks: Sequence[memoryview]) -> int:
+        """Return how many of these chunks, in their order, there or not, have room."""
+        are_known = map(self._known.holds, keys)  # a file that is there takes no more room
+        pairs = zip(are_known, chunks, strict=True)
+        sizes = (0 if is_there else bytes_on_disk(chunk.nbytes) for is_there, chunk in pairs)
+        return self._housekeeper.room.fitting(sizes)
+
+    @property
+    def _may_get_room(self) -> bool:
+        """Whether a write may wait: a mount that does not answer sets no limit soon."""
+        is_known = self._housekeeper.room.is_known
+        return is_known and not self._mount.is_stalled and not self.is_closed
 
     async def close(self) -> None:
         if self.is_closed:
@@ -319,8 +343,11 @@ class FolderBackend(AsyncChunkBackend):
     async def describe(self, facts: Mapping[str, str]) -> None:
         if not self.is_closed:
             self._facts, self._is_described = dict(facts), True
-            work = self._write_manifest
-            self._is_described = await self._asked("write", lambda turn: work(facts), False)
+            work, is_written = self._write_manifest, False
+            try:
+                is_written = await self._asked("write", lambda turn: work(facts), False)
+            finally:  # also of a call that is cancelled before a thread begins it
+                self._is_described = is_written
 
     async def described(self) -> list[Described]:
         if self.is_closed:

@@ -4,7 +4,6 @@ The evictor counts what all processes say they stored, and sets each of them a l
 capacity holds although no two hosts share a lock or a counter.
 """
 
-import itertools
 import threading
 from collections.abc import Callable, Iterable
 
@@ -40,8 +39,7 @@ class Room:
         size = bytes_on_disk(chunk_bytes)
         with self._lock:
             self.largest_bytes = max(self.largest_bytes, size)
-            has_room = self.stored_bytes + size <= self.limit_bytes
-            has_room = has_room and clock.now_s() < self._until_s
+            has_room = self.stored_bytes + size <= self.limit_bytes and self.is_known
             if has_room:
                 self.stored_bytes += size
             is_short = not has_room or self.stored_bytes > self._half_bytes
@@ -49,15 +47,26 @@ class Room:
             self._wake()
         return has_room
 
-    def fitting(self, chunks: Iterable[int]) -> int:
-        """Return how many of these chunks there is room for, in their order."""
+    def fitting(self, sizes: Iterable[int]) -> int:
+        """Return how many files of these sizes there is room for, in their order."""
+        fitting = 0
         with self._lock:
-            left = self.limit_bytes - self.stored_bytes if clock.now_s() < self._until_s else 0
-        ends = itertools.accumulate(map(bytes_on_disk, chunks))
-        fitting = sum(1 for _ in itertools.takewhile(lambda end: end <= left, ends))
+            left = max(0, self.limit_bytes - self.stored_bytes) if self.is_known else 0
+            for size in sizes:
+                # The evictor makes room by it, also where no file of this size was begun yet.
+                self.largest_bytes = max(self.largest_bytes, size)
+                left -= size
+                if left < 0:
+                    break
+                fitting += 1
         if not fitting:
             self._wake()
         return fitting
+
+    @property
+    def is_known(self) -> bool:
+        """Whether this process's record is so young that the evictor counts with it."""
+        return clock.now_s() < self._until_s
 
     def release(self, chunk_bytes: int, reason: str) -> None:
         """Count a chunk no more that was not written, for this reason."""

@@ -403,6 +403,22 @@ async def test_a_failure_that_lasts_is_a_line_for_each_reason_in_ten_minutes(
     await backend.close()
 
 
+async def test_a_manifest_whose_call_is_cancelled_is_written_with_the_next_store(tmp_path):
+    backend = open_folder(tmp_path / "share", threads=1)
+    blocked = threading.Event()
+    hung = asyncio.ensure_future(backend._mount.call(lambda turn: blocked.wait(60)))
+    describing = asyncio.ensure_future(backend.describe({"model": "m"}))
+    assert await until(lambda: backend._facts)  # it waits for the thread
+    describing.cancel()
+    await asyncio.wait([describing])
+    blocked.set()
+    await hung
+    assert await store(backend, keys_of(1)) == [True]
+    (path,) = tmp_path.glob("share/*/manifest.json")
+    assert json.loads(path.read_text())["facts"] == {"model": "m"}
+    await backend.close()
+
+
 async def test_a_manifest_that_could_not_be_written_is_written_with_the_next_store(
     tmp_path, caplog
 ):
