@@ -106,7 +106,8 @@ class Evictor:
         if self._oldest.tags is not None:
             self._scan_again_s = 0.0  # whose the files are takes a while to read
         self.resident_bytes, self.counted = 0 if is_new else None, {}
-        self.limits, self.unsure_bytes, self._full_bytes = {}, 0, 0
+        self.limits, self.unsure_bytes = {}, 0
+        self._out_of_space, self._full_bytes = {}, 0
         if lease is not None and lease.resident_bytes is not None:
             self.resident_bytes, self.counted = lease.resident_bytes, dict(lease.counted)
             self.limits, self.unsure_bytes = dict(lease.limits), lease.unsure_bytes
@@ -213,7 +214,8 @@ class Evictor:
         """Return what to evict because stores failed on a full mount since the last turn."""
         told = {token: host.out_of_space for token, (host, _) in hosts.items()}
         known, self._out_of_space = self._out_of_space, told
-        is_full = is_full or any(count > known.get(token, 0) for token, count in told.items())
+        # Failures of before the first look are no news: the last evictor may have made room.
+        is_full = is_full or any(count > known.get(token, count) for token, count in told.items())
         resident, now_s = self.resident_bytes or 0, time.monotonic()
         is_answered = resident < self._full_bytes and now_s < self._full_again_s
         if not is_full or is_answered or self._goal_bytes is not None:
