@@ -1,7 +1,6 @@
 """Stores one above the other, as one backend: the nearest answers first."""
 
 import asyncio
-import contextlib
 import logging
 from collections import Counter
 from collections.abc import Callable, Collection, Coroutine, Iterable, Iterator, Mapping, Sequence
@@ -96,17 +95,27 @@ class Layers(Observable, ReadsEach, Spares):
     async def contains(
         self, keys: Sequence[bytes], call: Caller = at_once, timeout_s: float | None = None
     ) -> list[bool]:
-        """Return for each chunk whether a layer has it; one that has not answered has none."""
+        """Return for each chunk whether a layer has it; one that has not answered has none.
+
+        A call that hangs goes on, and ends by itself: it uses no memory of the caller.
+        """
         answers = [False] * len(keys)
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(timeout_s):
-                for name, layer in self.layers.items():
-                    if unknown := [i for i, there in enumerate(answers) if not there]:
-                        ask = partial(layer.contains, [keys[i] for i in unknown])
-                        for found in await _together([call("ask", name, len(unknown), ask)]):
-                            for i, there in zip(unknown, found, strict=True):
-                                answers[i] = there
+        asking = asyncio.create_task(self._ask(keys, answers, call))
+        try:
+            await asyncio.wait([asking], timeout=timeout_s)
+        finally:
+            asking.cancel()
+        if asking.done():
+            asking.result()
         return answers
+
+    async def _ask(self, keys: Sequence[bytes], answers: list[bool], call: Caller) -> None:
+        for name, layer in self.layers.items():
+            if unknown := [i for i, there in enumerate(answers) if not there]:
+                ask = partial(layer.contains, [keys[i] for i in unknown])
+                for found in await _together([call("ask", name, len(unknown), ask)]):
+                    for i, there in zip(unknown, found, strict=True):
+                        answers[i] = there
 
     async def read(
         self, keys: Sequence[bytes], into: Sequence[memoryview]

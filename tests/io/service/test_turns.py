@@ -203,6 +203,30 @@ async def test_a_question_that_hangs_in_a_store_tells_what_the_memory_has():
     await rig.close([])
 
 
+async def test_a_question_waits_for_no_thread_that_a_system_call_holds():
+    """A pool of threads ends no call before its thread does, whatever is cancelled."""
+    rig, keys, thread = Rig(), keys_of(2), asyncio.Event()
+    await rig.host.write(keys[:1], filled(keys[:1]))
+    view = rig.shared.new_view(0.01)
+
+    async def hang(keys):
+        await undisturbed(asyncio.ensure_future(thread.wait()))
+        return [True] * len(keys)
+
+    rig.near.contains = hang
+    question = asyncio.create_task(view.contains(keys))
+    try:
+        assert await until(question.done)
+        assert question.result() == [True, False]
+        closing = asyncio.create_task(view.close())
+        await settle()
+        assert not closing.done(), "its store would be closed below the call"
+    finally:
+        thread.set()
+    await in_time(closing)
+    await rig.close([])
+
+
 async def test_no_store_writes_into_the_slot_of_a_chunk_that_has_arrived():
     """The engine copies it from there by then, while the rest of a load fails."""
     rig, keys, into = Rig(), keys_of(2), slots(2)
