@@ -124,7 +124,7 @@ class IOClient:
         self._why_down = ""
         """Why no server could be started: it is logged once."""
         self._severity = logging.ERROR
-        """Of a line that there is no server: less if the last one said that it ends."""
+        """Of a line that there is no server: less if the last one that spoke said that it ends."""
         self._was_missed = False
         """Whether a line has said that there is no server, and none yet that there is one."""
         self._is_heard = False
@@ -381,7 +381,9 @@ class IOClient:
             self._look(time.monotonic())
 
     def _take(self, message: Any) -> None:
-        self._heard_s, self._has_spoken, self._is_heard = time.monotonic(), True, True
+        if not self._is_heard:
+            self._is_heard, self._severity = True, logging.ERROR
+        self._heard_s, self._has_spoken = time.monotonic(), True
         match message:
             case Arrived():
                 if job := self._jobs.arriving(message.job):
@@ -544,7 +546,7 @@ class IOClient:
 
     def _connect(self) -> None:
         self._peer, self._is_starting, self._is_heard = self._start(), True, False
-        self._heard_s, self._why_down, self._severity = time.monotonic(), "", logging.ERROR
+        self._heard_s, self._why_down = time.monotonic(), ""
         self._backoff.started()
         with self._link.lock:  # a renewal either changes what is sent here, or comes after it
             self._link.attach(self._peer.sock)

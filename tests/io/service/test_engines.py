@@ -142,6 +142,21 @@ def test_a_server_that_is_told_to_end_is_no_error_of_an_engine_and_one_that_dies
     assert said() == {("ERROR", ended % "died"), ("ERROR", away)}
 
 
+def test_a_server_that_ends_is_no_error_though_it_takes_a_last_connection(
+    server, attach, until, caplog
+):
+    engine = attach(server.path)
+    assert server.stop() == 0
+    until(lambda: engine.died)
+    with socket.socket(socket.AF_UNIX) as listening:
+        listening.bind(server.path)
+        listening.listen()
+        listening.accept()[0].close()
+    os.unlink(server.path)
+    until(lambda: "there is no I/O server" in caplog.text)
+    assert {record.levelname for record in caplog.records} == {"WARNING"}
+
+
 def test_other_backends_are_no_error_of_an_engine(tmp_path, attach, until, caplog):
     server = HostServer(tmp_path)
     try:
