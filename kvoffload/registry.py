@@ -107,11 +107,15 @@ def check_plugins(config: OffloadConfig) -> None:
 
 
 def check_tiers(tiers: Sequence[BackendConfig]) -> None:
-    """Check the options of each tier, and that no two share a folder; raises ConfigError."""
+    """Check the options of each tier, and that no two share a folder; raises ConfigError.
+
+    What a plug-in's tiers must not share, :attr:`Observable.place` says of the open stores.
+    """
     first_in: dict[tuple[str, str], int] = {}
     for i, tier in enumerate(tiers):
         options = read_options(tier.type, tier.options, f"backends[{i}].")
-        if isinstance(root := getattr(options, "root", None), str):
+        is_ours = type(options).__module__.startswith("kvoffload.")
+        if is_ours and (root := getattr(options, "root", "")):
             first = first_in.setdefault((tier.type, os.path.abspath(root)), i)
             if first != i:
                 remedy = f"is where backends[{first}] keeps its chunks; one tier is enough there"

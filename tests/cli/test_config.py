@@ -86,6 +86,14 @@ def test_a_wrong_setting_is_named_with_its_remedy_and_exit_code_2(kvoffload, set
     assert message in err
 
 
+@pytest.mark.parametrize("root", [{}, {"root": "/"}])
+def test_tiers_of_a_plug_in_may_have_one_root_each_in_another_store(kvoffload, planned, root):
+    """It may be no folder; ``place`` of the open store says what two tiers must not share."""
+    tiers = [{"type": "planned", "plan": plan, **root} for plan in "ab"]
+    code, _, err = kvoffload("check", json.dumps({"cpu_bytes": 1, "backends": tiers}))
+    assert (code, err) == (0, "")
+
+
 REDIS = {"type": "redis", "url": "redis://h", "secret_file": "/secret"}
 
 
