@@ -96,10 +96,8 @@ class RequestStates:
         _check(request)
         params = getattr(request, "kv_transfer_params", None)
         tenant = tenant_id(getattr(request, "cache_salt", None))
-        context, count = (
-            ReqContext(request.request_id, params, tenant=tenant),
-            len(self._groups.all),
-        )
+        context = ReqContext(request.request_id, params, tenant=tenant)
+        count = len(self._groups.all)
         state = RequestState(context, [[] for _ in range(count)], [0] * count)
         state.owner = reference(request)
         states = self._of_name.setdefault(request.request_id, [])
