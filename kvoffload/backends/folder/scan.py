@@ -82,7 +82,7 @@ class Scan:
         self.passed: set[tuple[str, str]] = set()
         """Folder and shard of all files that the scan has seen."""
         self._gone: set[tuple[str, bytes]] = set()
-        """Folder and key of files that were removed after the scan saw them."""
+        """Folder and key of files that were removed during the scan."""
         self._steps = self._scan()
 
     def advance(self, until_s: float, *, may_read: bool = True) -> bool:
@@ -113,7 +113,7 @@ class Scan:
             self.total_bytes -= file.stored_bytes
             if file.tag:
                 self.bytes_of[file.tag] -= file.stored_bytes
-            self._gone.add((file.folder, file.key))
+        self._gone.add((file.folder, file.key))
 
     def oldest(self) -> list[OldFile]:
         """Return the least recently used files, the oldest of all last."""
@@ -141,6 +141,8 @@ class Scan:
                     tag_of, unread = yield from self._tags.of(folder, shard, lambda: self._may_read)
                     self.num_unread += unread
                 for key, facts in shard.chunks:
+                    if (folder, key) in self._gone:
+                        continue  # it left in mid-listing; one stored since counts as new
                     size = bytes_on_disk(max(0, facts.st_size - ALIGNED_BYTES))
                     self.total_bytes += size
                     used_ns, tag = facts.st_mtime_ns, tag_of.get(key, 0)

@@ -254,6 +254,41 @@ async def test_an_eviction_whose_order_is_used_up_waits_for_the_next_listing_onl
     await writer.close()
 
 
+async def test_files_that_leave_while_their_shard_is_listed_are_not_counted(tmp_path, monkeypatch):
+    root = tmp_path / "share"
+    backend = open_folder(root)
+    keys = keys_of(60)
+    assert await store_at_last(backend, keys)
+    await backend.close()
+    shard = path_of(root, keys[0]).parent
+    for key in keys[1:]:
+        (path := path_of(root, key)).rename(shard / path.name)
+    monkeypatch.setattr(scan, "_FILES_A_STEP", 4)
+    vfs, seen = Vfs(), []
+
+    def noted(files):
+        for file in files:
+            seen.append(file[0])
+            yield file
+
+    vfs.listfacts = lambda path, of=vfs.listfacts: noted(of(path))
+    records = Records(vfs, str(root), "test")
+    whole, listing = (scan.Scan(vfs, str(root), records) for _ in range(2))
+    while whole.advance(1e12) is False:
+        pass
+    seen.clear()
+    while not seen:
+        assert not listing.advance(0.0)
+    for file in (found := {file.key.hex(): file for file in whole.oldest()}).values():
+        if file.key.hex() in seen[:3]:
+            (shard / file.key.hex()).unlink()
+            listing.removed(file)
+    while not listing.advance(1e12):
+        pass
+    assert listing.total_bytes == 57 * ON_DISK
+    assert {file.key.hex() for file in listing.oldest()} == found.keys() - {*seen[:3]}
+
+
 async def test_a_listing_of_one_large_shard_goes_on_in_the_next_turns(tmp_path, monkeypatch):
     """In one turn it took longer than a lease lasts, so that two processes listed by turns."""
     now_s, real, root = 0.0, time.monotonic, tmp_path / "share"
