@@ -13,6 +13,7 @@ from kvoffload.offload.tiers import Tier, first_holder
 
 ASKED_AHEAD = 1024
 """Chunks after a pending one that tiers are asked about in the same step."""
+_HOST_HIT = (HOST, "hit")
 
 
 class Lookups:
@@ -80,7 +81,7 @@ class Lookups:
             self._found["", "pending"] += 1
             return 0, True
         hits = self._ready_prefix(keys)
-        self._found[HOST, "hit"] += hits
+        self._found[_HOST_HIT] += hits
         if hits == len(keys):
             return hits, False
         answer: bool | None = False
@@ -144,7 +145,7 @@ class Lookups:
             for key in keys[hits + 1 : hits + 1 + ASKED_AHEAD]:
                 if not host.is_ready(key) and first_holder(key, tiers)[1] is False:
                     break
-        self._found[HOST, "hit"] += hits - start - found.total()
+        self._found[_HOST_HIT] += hits - start - found.total()
         for name, count in found.items():
             self._found[name, "hit"] += count
         return hits, answer
