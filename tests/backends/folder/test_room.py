@@ -254,8 +254,8 @@ async def test_an_eviction_whose_order_is_used_up_waits_for_the_next_listing_onl
     await writer.close()
 
 
-async def test_files_that_leave_while_their_shard_is_listed_are_not_counted(tmp_path, monkeypatch):
-    root = tmp_path / "share"
+async def one_shard(root):
+    """Make a folder with 60 files in one shard, and return its path."""
     backend = open_folder(root)
     keys = keys_of(60)
     assert await store_at_last(backend, keys)
@@ -263,6 +263,12 @@ async def test_files_that_leave_while_their_shard_is_listed_are_not_counted(tmp_
     shard = path_of(root, keys[0]).parent
     for key in keys[1:]:
         (path := path_of(root, key)).rename(shard / path.name)
+    return shard
+
+
+async def test_files_that_leave_while_their_shard_is_listed_are_not_counted(tmp_path, monkeypatch):
+    root = tmp_path / "share"
+    shard = await one_shard(root)
     monkeypatch.setattr(scan, "_FILES_A_STEP", 4)
     vfs, seen = Vfs(), []
 
@@ -292,13 +298,7 @@ async def test_files_that_leave_while_their_shard_is_listed_are_not_counted(tmp_
 async def test_a_listing_of_one_large_shard_goes_on_in_the_next_turns(tmp_path, monkeypatch):
     """In one turn it took longer than a lease lasts, so that two processes listed by turns."""
     now_s, real, root = 0.0, time.monotonic, tmp_path / "share"
-    backend = open_folder(root)
-    keys = keys_of(60)
-    assert await store_at_last(backend, keys)
-    await backend.close()
-    shard = path_of(root, keys[0]).parent
-    for key in keys[1:]:
-        (path := path_of(root, key)).rename(shard / path.name)
+    await one_shard(root)
     vfs = Vfs()
 
     def slowly(listed):
