@@ -62,8 +62,10 @@ class Quota:
         self.changes = 0
         """Number of changes by all processes; a reservation counts as one a chunk. It tells a
         scan that it was disturbed, and by how many files at most."""
-        if self.refresh() is None and fresh:
-            self.correct(0)
+        if fresh:
+            self.mend(0)
+        else:
+            self.refresh()
 
     @property
     def resident_bytes(self) -> int:
@@ -122,6 +124,14 @@ class Quota:
 
         with self._lock:
             return self._update(replace)
+
+    def mend(self, resident_bytes: int) -> bool:
+        """Set the figure to the result of a scan if the file has none that can be read.
+
+        A call that failed to read it is no proof: the figure counts what the scan did not see.
+        """
+        with self._lock:
+            return self._update(lambda resident: resident_bytes if resident is None else None)
 
     def close(self) -> None:
         with self._lock:

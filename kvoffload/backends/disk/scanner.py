@@ -265,7 +265,7 @@ class Scanner:
             return True
         resident = quota.refresh()
         if resident is None and self._is_complete:
-            quota.correct(total + moving_bytes)
+            quota.mend(total + moving_bytes)
         elif resident is not None and begun is not None and counted_from is not None:
             left = quota.changes - counted_from
             if (lack := total - resident - left * largest) > 0:

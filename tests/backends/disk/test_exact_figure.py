@@ -1,5 +1,6 @@
 """The shared figure is exact whatever two processes do at the same moment."""
 
+import errno
 import threading
 
 import pytest
@@ -134,6 +135,27 @@ def test_the_first_store_of_another_process_as_a_scan_begins(tmp_path, pair):
     evicting.vfs.on("flock:ledger:before", lambda: put(other, one))
     scan(evicting)
     assert evicting.root.quota.refresh() == chunk_bytes(tmp_path) == ON_DISK
+
+
+@pytest.mark.parametrize("failing", [1, 2, 3])
+def test_a_figure_that_a_scan_cannot_read_for_a_moment_stands(tmp_path, form, pair, failing):
+    """A store came and went since the scan listed: to count it out would be a full disk."""
+    evicting, other = pair
+    one, two = keys_of(2)
+    put(other, one)
+
+    def fail(number=failing):
+        if number > 1:
+            evicting.vfs.on("preadv:ledger:before", lambda: fail(number - 1))
+        raise OSError(errno.EIO, "not now")
+
+    def store():
+        put(other, two)
+        evicting.vfs.on("preadv:ledger:before", fail)
+
+    evicting.vfs.on("listdir:quarantine:before", store)
+    scan(evicting)
+    assert evicting.root.quota.refresh() == chunk_bytes(tmp_path) == 2 * ON_DISK
 
 
 def test_two_processes_remove_the_same_chunk(tmp_path, form, pair):
