@@ -60,13 +60,19 @@ def test_a_late_word_of_the_old_stores_does_not_end_a_renewal(rig, until, late_w
 def test_stores_of_the_old_namespace_that_open_late_do_not_end_a_renewal(rig, monkeypatch):
     """A server that was started in place of a dead one opens them, and then those renewed."""
     client = rig.open()
-    wake = client._link.wake
+    wake, take, are_old_said = client._link.wake, client._take, threading.Event()
+
+    def take_after_the_old_words(message):
+        assert are_old_said.wait(20)
+        take(message)
 
     def wake_after_the_old_words():
-        client._take(Opened(0, [TierOpened("memory", True, False)]))
-        client._take(PresenceChanges("memory", KEYS, [], True))
+        take(Opened(0, [TierOpened("memory", True, False)]))
+        take(PresenceChanges("memory", KEYS, [], True))
+        are_old_said.set()
         wake()
 
+    monkeypatch.setattr(client, "_take", take_after_the_old_words)
     monkeypatch.setattr(client._link, "wake", wake_after_the_old_words)
     client.renew("1" * 64, {}, [])
     assert [client.tiers["memory"].holds(key) for key in KEYS] == [False] * 4
