@@ -185,7 +185,7 @@ def test_a_call_that_sleeps_on_the_loop_is_named_with_its_time(verb, tmp_path, m
 @pytest.mark.parametrize(
     ("backend", "test", "shown"),
     [
-        (Computing, HAZARDS[0], r"\{'write': 0\."),
+        (Computing, HAZARDS[0], r"\{'write': \d+\."),
         (Unverified, HAZARDS[1], r"\[True, True, True\] == \[True, False, True\]"),
         (Unforgiving, HAZARDS[1], "cannot be written again"),
         (Silent, HAZARDS[2], "left without a word"),

@@ -55,7 +55,9 @@ class Parts:
 
 
 @pytest.fixture
-def make():
+def make(monkeypatch):
+    # The simulated device computes what it copies: on busy cores that takes seconds.
+    monkeypatch.setattr(stream_copier, "CLOSE_TIMEOUT_S", 120.0)
     made = []
 
     def make(*given, **how):
