@@ -92,7 +92,7 @@ class IOClient:
         needs_server: bool = True,
     ) -> None:
         self.died = 0
-        """Servers that ended by themselves."""
+        """Servers that ended by themselves; a socket that was closed without a word is none."""
         self.loop_delays = Durations()
         """By how much the server's event loop was late."""
         self._start, self.opening = start, opening
@@ -114,6 +114,7 @@ class IOClient:
         self._jobs = IOJobs(self._link.lock, lambda number: self._link.send(frame(Cancel(number))))
         self._is_opening = self._is_starting = True
         """Whether stores are yet to open; whether one's constructor may keep the server silent."""
+        self._needs_server = needs_server
         self._is_started = not needs_server
         """Whether the stores were open once: then a server that dies is started again."""
         self._peer: Peer | None = None
@@ -511,7 +512,7 @@ class IOClient:
         self._tell_waiting()
         if not self._is_started:
             return
-        self.died += 1
+        self.died += self._is_heard or self._needs_server
         what = "died" if self._severity == logging.ERROR else "was told to end, and ended"
         if self._is_heard or not self._was_missed:  # a listener that dies takes a last connection
             text = "%s %s with %d jobs; all is a miss until it is started again"
