@@ -196,7 +196,7 @@ class FolderBackend(AsyncChunkBackend):
         has given up.
         """
         room, nbytes = self._housekeeper.room, chunk.nbytes
-        if not room.reserve(nbytes):
+        if not room.reserve(nbytes, (self._folder_name, key)):
             return _FULL
         if reason := self._files.write(turn, key, chunk, tenant):
             room.release(nbytes, reason)
@@ -318,14 +318,12 @@ class FolderBackend(AsyncChunkBackend):
     def usage(self) -> Usage:
         """Return the bytes under the root that the evictor counted, and the chunks known here."""
         keeper = self._housekeeper
-        if (resident := keeper.resident_bytes) is not None:
-            resident += keeper.room.uncounted_bytes
         gauges = {
             "up": int(not self._mount.is_stalled),
             "evictor": int(keeper.is_evictor),
             "hosts": keeper.num_hosts,
         }
-        return Usage(resident, self._capacity_bytes, len(self._known), gauges)
+        return Usage(keeper.room.used_bytes, self._capacity_bytes, len(self._known), gauges)
 
     def take_removals(self) -> list[Removal]:
         return [self._removals.popleft() for _ in range(len(self._removals))]

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from kvoffload.backends.disk.vfs import Vfs
 from kvoffload.backends.folder.order import ByTenant, ByUse, Order
 from kvoffload.backends.folder.records import HostRecord, LeaseRecord, Records
+from kvoffload.backends.folder.room import Room
 from kvoffload.backends.folder.scan import LEFTOVER_S, OldFile, Scan
 
 log = logging.getLogger(__name__)
@@ -44,6 +45,7 @@ class Evictor:
         capacity_bytes: of all files.
         evicted: called with the namespace's folder and the key of each chunk that left.
         tenant_share: of the capacity, above which a tenant's own chunks leave first.
+        room: of this process, whose stores a scan counts once.
     """
 
     def __init__(
@@ -54,11 +56,13 @@ class Evictor:
         capacity_bytes: int,
         evicted: Callable[[str, bytes], None],
         tenant_share: float = 1.0,
+        room: Room | None = None,
     ) -> None:
         self._vfs = vfs
         self._root = root
         self._records = records
         self._capacity_bytes = capacity_bytes
+        self._room = room
         self._of_newcomer = int(capacity_bytes * _NEWCOMER)
         self._evicted = evicted
         self.resident_bytes: int | None = None
@@ -262,6 +266,8 @@ class Evictor:
                 return False
             order = self._oldest
             self._scan = Scan(self._vfs, self._root, self._records, order.tags, order.above())
+            if self._room is not None:
+                self._scan.counted[self._records.token], self._scan.new = self._room.listed()
             for token, counted in self.counted.items():  # the listing may have missed its record
                 self._scan.counted.setdefault(token, max(0, counted - self._of_newcomer))
         scan = self._scan
@@ -274,12 +280,11 @@ class Evictor:
         if self.resident_bytes is None:
             self.resident_bytes, self.counted = scan.total_bytes, scan.counted
         else:
-            # The scan may have seen what was stored meanwhile: it counts twice, or once.
-            began = (
-                (counted, scan.counted.get(token, 0)) for token, counted in self.counted.items()
-            )
-            since = sum(max(0, now - then) for now, then in began)
+            # What other processes stored since the scan began counts twice, or once.
+            began = {token: scan.counted.get(token, 0) for token in self.counted}
+            since = sum(max(0, now - began[token]) for token, now in self.counted.items())
             self.resident_bytes = scan.total_bytes + since
+            self.counted = {token: max(now, began[token]) for token, now in self.counted.items()}
         self._oldest.take_in(scan)
         self._few = len(self._oldest) // 2
         self._scan, self.unsure_bytes, self._unscanned_bytes = None, 0, 0

@@ -82,7 +82,7 @@ class Records:
     def __init__(self, vfs: Vfs, root: str, token: str) -> None:
         self._vfs = vfs
         self._root = root
-        self._token = token
+        self.token = token
         self._numbers = itertools.count()
         self._offset_s: float | None = None
 
@@ -95,13 +95,13 @@ class Records:
 
     def host(self, record: HostRecord) -> None:
         """Write this process's own record, and set the clock by it."""
-        name = record_of(self._token)
+        name = record_of(self.token)
         self._write(name, record)
         self._set_clock(f"{self._root}/{name}")
 
     def set_clock(self) -> None:
         """Set the clock by a file that is removed again, for a process that has no record."""
-        path = f"{self._root}/{NEW}{self._token}-clock"
+        path = f"{self._root}/{NEW}{self.token}-clock"
         self._vfs.close(self._vfs.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL))
         try:
             self._set_clock(path)
@@ -185,7 +185,7 @@ class Records:
 
     def _write(self, name: str, record: Record) -> None:
         path = f"{self._root}/{name}"
-        temporary = f"{self._root}/{NEW}{self._token}-{next(self._numbers)}"
+        temporary = f"{self._root}/{NEW}{self.token}-{next(self._numbers)}"
         self._vfs.replace_file(path, temporary, msgspec.json.encode(record) + b"\n")
 
 

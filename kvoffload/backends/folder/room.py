@@ -5,12 +5,14 @@ capacity holds although no two hosts share a lock or a counter.
 """
 
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Set
 
 from kvoffload.backends.disk.chunk_file import bytes_on_disk
 from kvoffload.backends.folder import clock
 
 _OUT_OF_SPACE = ("io_ENOSPC", "io_EDQUOT")
+_MOST_NEW = 1 << 16
+"""Files that a listing can skip; it counts later ones twice, which costs hits until the next."""
 
 
 class Room:
@@ -23,7 +25,9 @@ class Room:
     def __init__(self, wake: Callable[[], None]) -> None:
         self._wake = wake
         self._lock = threading.Lock()
+        self._resident_bytes: int | None = None
         self._counted_bytes = self._half_bytes = 0
+        self._new: set[tuple[str, bytes]] = set()
         self.stored_bytes = 0
         """Since the start: of chunks, and of those being written."""
         self.limit_bytes = 0
@@ -34,14 +38,19 @@ class Room:
         self.out_of_space = 0
         """How many stores the mount refused because it, or a quota of it, is full."""
 
-    def reserve(self, chunk_bytes: int) -> bool:
-        """Count a chunk that is about to be written; return False if there is no room."""
+    def reserve(self, chunk_bytes: int, file: tuple[str, bytes]) -> bool:
+        """Count a chunk that is about to be written; return False if there is no room.
+
+        ``file``: its namespace's folder, and its key.
+        """
         size = bytes_on_disk(chunk_bytes)
         with self._lock:
             self.largest_bytes = max(self.largest_bytes, size)
             has_room = self.stored_bytes + size <= self.limit_bytes and self.is_known
             if has_room:
                 self.stored_bytes += size
+                if len(self._new) < _MOST_NEW:
+                    self._new.add(file)
             is_short = not has_room or self.stored_bytes > self._half_bytes
         if is_short:
             self._wake()
@@ -87,10 +96,20 @@ class Room:
                 self.limit_bytes = 0
             self._until_s = began_s + valid_s
 
-    def limit(self, limit_bytes: int, counted_bytes: int) -> None:
-        """Take in the limit, and what the evictor has counted of this process."""
+    def listed(self) -> tuple[int, Set[tuple[str, bytes]]]:
+        """Return ``stored_bytes`` for a listing that begins, and what is not in them: it grows."""
+        with self._lock:
+            self._new = set()
+            return self.stored_bytes, self._new
+
+    def limit(self, limit_bytes: int, counted_bytes: int, resident_bytes: int | None) -> None:
+        """Take in the limit, and what the evictor has counted: of this process, and of all.
+
+        In one step: else a store that waits could count with the new limit and the old files.
+        """
         with self._lock:
             self._counted_bytes, self.limit_bytes = counted_bytes, limit_bytes
+            self._resident_bytes = resident_bytes
             self._half_bytes = (limit_bytes + counted_bytes) // 2
 
     def give_up(self) -> None:
@@ -102,9 +121,15 @@ class Room:
         """Begin to count again: the evictor has forgotten this process."""
         with self._lock:
             self.stored_bytes = self.limit_bytes = self._counted_bytes = self._half_bytes = 0
+            self._resident_bytes = None
 
     @property
-    def uncounted_bytes(self) -> int:
-        """What the evictor has not counted yet."""
+    def used_bytes(self) -> int | None:
+        """Bytes under the root: those that the evictor counted, and this process's other ones.
+
+        None until they are counted, once.
+        """
         with self._lock:
-            return max(0, self.stored_bytes - self._counted_bytes)
+            if self._resident_bytes is None:
+                return None
+            return self._resident_bytes + max(0, self.stored_bytes - self._counted_bytes)

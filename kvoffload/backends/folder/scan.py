@@ -83,6 +83,8 @@ class Scan:
         """Folder and shard of all files that the scan has seen."""
         self._gone: set[tuple[str, bytes]] = set()
         """Folder and key of files that were removed during the scan."""
+        self.new: Set[tuple[str, bytes]] = frozenset()
+        """Of those that are stored during the scan, as far as that is known: it counts none."""
         self._steps = self._scan()
 
     def advance(self, until_s: float, *, may_read: bool = True) -> bool:
@@ -124,6 +126,7 @@ class Scan:
         return sorted(there, reverse=True)
 
     def _scan(self) -> Iterator[bool]:
+        own = f".{self._records.token}-"
         for folder in filter(is_namespace, self._vfs.listdir(self._root)):
             for name in SHARDS:
                 listed, path = [], f"{self._root}/{folder}/{name}"
@@ -141,14 +144,15 @@ class Scan:
                     tag_of, unread = yield from self._tags.of(folder, shard, lambda: self._may_read)
                     self.num_unread += unread
                 for key, facts in shard.chunks:
-                    if (folder, key) in self._gone:
+                    if (folder, key) in self._gone or (folder, key) in self.new:
                         continue  # it left in mid-listing; one stored since counts as new
                     size = bytes_on_disk(max(0, facts.st_size - ALIGNED_BYTES))
                     self.total_bytes += size
                     used_ns, tag = facts.st_mtime_ns, tag_of.get(key, 0)
                     self._remember(OldFile(used_ns, size, folder, shard.name, key, tag))
                 for stray in filter(is_temporary, shard.strays):
-                    self.total_bytes += self._unfinished(f"{shard.path}/{stray}")
+                    if not stray.startswith(own):  # what its process stores counts elsewhere
+                        self.total_bytes += self._unfinished(f"{shard.path}/{stray}")
                 yield True
         for folder in (self._root, f"{self._root}/{HOSTS}"):
             for name in self._vfs.listdir(folder):

@@ -78,7 +78,9 @@ class Housekeeper:
         self._wake = threading.Event()
         self._is_closing = False
         self.room = Room(self._wake.set)
-        self._evictor = Evictor(vfs, root.path, records, capacity_bytes, evicted, tenant_share)
+        self._evictor = Evictor(
+            vfs, root.path, records, capacity_bytes, evicted, tenant_share, self.room
+        )
         self._is_full = False
         self._looked_s = time.monotonic()
         self._told: HostRecord | None = None
@@ -89,8 +91,6 @@ class Housekeeper:
         self._written_s = 0.0
         self.is_evictor = False
         """Whether it is this process's turn to evict."""
-        self.resident_bytes: int | None = None
-        """Bytes of files that the evictor has counted; None until it has, once."""
         self.num_hosts = 1
         """Processes that the evictor counts."""
         self._said: dict[tuple[str, int | None], Throttle] = {}
@@ -169,8 +169,7 @@ class Housekeeper:
         if lease is None:
             return
         limit = lease.limits.get(self._token, lease.newcomer_bytes)
-        self.room.limit(limit, lease.counted.get(self._token, 0))
-        self.resident_bytes = lease.resident_bytes
+        self.room.limit(limit, lease.counted.get(self._token, 0), lease.resident_bytes)
         self.num_hosts = max(1, len(lease.limits))
         if lease.capacity_bytes not in (self._capacity_bytes, self._differing_capacity):
             self._differing_capacity = lease.capacity_bytes
@@ -230,10 +229,10 @@ class Housekeeper:
         self._publish(self._token)
         if self._is_late:  # it may have replaced what another process has counted
             self._evictor.begin(None, is_new=False)
-        if self._evictor.resident_bytes is not None:
+        if (resident := self._evictor.resident_bytes) is not None:
             counted, limits = self._evictor.counted, self._evictor.limits
-            self.room.limit(limits.get(self._token, 0), counted.get(self._token, 0))
-            self.resident_bytes, self.num_hosts = self._evictor.resident_bytes, len(limits)
+            self.room.limit(limits.get(self._token, 0), counted.get(self._token, 0), resident)
+            self.num_hosts = len(limits)
 
     @property
     def _is_late(self) -> bool:

@@ -1,6 +1,7 @@
 """How much of what hosts want to store finds room, and what leaves for it."""
 
 import asyncio
+import threading
 import time
 
 import msgspec
@@ -70,6 +71,58 @@ async def test_a_write_that_waits_for_room_holds_up_no_load_and_no_end(tmp_path)
     assert await asyncio.gather(*waiting) == [[False] * 4] * 8
 
 
+async def test_at_each_moment_of_a_turn_usage_is_within_the_capacity(tmp_path, monkeypatch):
+    """Also where the process stores at once all that it may, before the turn goes on."""
+    backend = open_folder(tmp_path / "share", capacity=40 * ON_DISK)
+    room, seen = backend._housekeeper.room, []
+
+    def limit(*told, of=room.limit):
+        of(*told)
+        reserved = 0
+        while room.reserve(SIZE, ("folder", b"key")):
+            reserved += 1
+        seen.append(backend.usage().resident_bytes or 0)
+        for _ in range(reserved):
+            room.release(SIZE, "")
+
+    monkeypatch.setattr(room, "limit", limit)
+    for number in range(20):
+        assert await store_at_last(backend, keys_of(8, f"{number}"))
+        told = len(seen)
+        assert await until(lambda told=told: len(seen) > told)
+    await backend.close()
+    assert 0 < max(seen) <= 40 * ON_DISK
+
+
+async def test_a_listing_counts_once_what_its_process_stores_meanwhile(tmp_path):
+    vfs, begun, stored = Vfs(), threading.Event(), threading.Event()
+    backend = open_folder(tmp_path / "share", vfs=vfs)
+    assert await store_at_last(backend, keys_of(4))
+    evictor = backend._housekeeper._evictor
+    scans = evictor.scans
+
+    def listfacts(path, of=vfs.listfacts):
+        begun.set()
+        stored.wait(60)
+        return of(path)
+
+    def rename(temporary, path, of=vfs.rename):
+        if path.endswith(slow.hex()):
+            stored.set()
+            while evictor.scans == scans:
+                time.sleep(0.01)
+        of(temporary, path)
+
+    vfs.listfacts, evictor._scan_due_s, evictor._scan_again_s = listfacts, 0.0, 0.0
+    assert await until(begun.is_set)
+    *keys, slow = keys_of(8, "meanwhile")
+    assert all(await store(backend, keys))
+    vfs.rename = rename
+    assert await store(backend, [slow]) == [True]
+    assert backend.usage().resident_bytes == stored_bytes(tmp_path / "share") == 12 * ON_DISK
+    await backend.close()
+
+
 async def full_folder(root, monkeypatch):
     """Return a folder that has no room until a test says so, and that writes wait for very long."""
     backend = open_folder(root)
@@ -85,7 +138,7 @@ async def test_of_two_writes_that_see_the_same_room_the_second_waits_on(tmp_path
     room = backend._housekeeper.room
     waiting = [asyncio.ensure_future(store(backend, keys_of(1, f"{i}"))) for i in range(8)]
     for number in range(1, 9):
-        room.limit(room.stored_bytes + ON_DISK, 0)
+        room.limit(room.stored_bytes + ON_DISK, 0, 0)
         assert await until(lambda n=number: sum(each.done() for each in waiting) == n)
     assert await asyncio.gather(*waiting) == [[True]] * 8
     assert "refused_full" not in backend.counters()
