@@ -260,7 +260,7 @@ class FolderBackend(AsyncChunkBackend):
     async def write(
         self, keys: Sequence[bytes], chunks: Sequence[memoryview], tenants: Sequence[bytes] = ()
     ) -> list[Written]:
-        """Write chunks, each whole or not at all; the first write names the namespace there.
+        """Write chunks, each whole or not at all; name the namespace where it has a new folder.
 
         A chunk waits for room on no thread and keeps no load from its turn.
         """
@@ -287,8 +287,9 @@ class FolderBackend(AsyncChunkBackend):
         if refused := sum(answer is _NO_ROOM for answer in answers):
             self.count("refused_full", refused)
             answers = [answer or False for answer in answers]
-        if not self._is_described and any(answers):
+        if (not self._is_described or self._files.has_new_folder) and any(answers):
             # If it was opened without facts, the manifest tells the name alone.
+            self._files.has_new_folder = False
             await self.describe(self._facts)
         return answers[::-1]
 

@@ -57,6 +57,8 @@ class ChunkFiles:
         self._token = token
         self._frames = frames
         self._numbers = itertools.count()
+        self.has_new_folder = False
+        """Whether a store made a shard: the namespace's folder may be new as well."""
 
     def path_of(self, key: bytes) -> str:
         return f"{self._folder}/{shard_of(key)}/{key.hex()}"
@@ -207,6 +209,7 @@ class ChunkFiles:
             vfs.lstat(f"{self._root}/{STORE}")
             vfs.make_folder(self._folder)
             vfs.make_folder(os.path.dirname(temporary))
+            self.has_new_folder = True
             return vfs.open(temporary, flags)
 
 

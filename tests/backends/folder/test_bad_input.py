@@ -1,6 +1,7 @@
 """Roots, settings and secrets that cannot work, and mounts that stop working."""
 
 import asyncio
+import json
 import os
 import shutil
 import sys
@@ -236,6 +237,7 @@ async def test_another_server_under_the_same_path_is_another_store(tmp_path, cap
     kv = tmp_path / "kv"
     one.rename(kv)
     backend, keys = open_folder(kv), keys_of(4)
+    await backend.describe({"model": "m"})
     await store(backend, keys)
     kv.rename(one)
     two.rename(kv)
@@ -244,8 +246,22 @@ async def test_another_server_under_the_same_path_is_another_store(tmp_path, cap
     assert await store_at_last(backend, keys)
     assert await load(backend, keys) == [True] * 4
     assert path_of(kv, keys[0]).exists()
+    (manifest,) = kv.glob("*/manifest.json")
+    assert json.loads(manifest.read_bytes())["facts"] == {"model": "m"}
     assert "another store" in caplog.text
     await backend.close()
+
+
+async def test_a_namespace_that_another_host_removed_is_named_again_by_the_next_store(mounts):
+    one, two = open_folder(mounts[0] / "kv"), open_folder(mounts[1] / "kv", "another")
+    await one.describe({"model": "m"})
+    assert await store_at_last(one, keys_of(4))
+    assert await two.purge(["folder"]) == 4
+    assert list(mounts[0].glob("kv/*/manifest.json")) == []
+    assert await store_at_last(one, keys_of(4, "new"))
+    (manifest,) = mounts[1].glob("kv/*/manifest.json")
+    assert json.loads(manifest.read_bytes())["facts"] == {"model": "m"}
+    await asyncio.gather(one.close(), two.close())
 
 
 async def test_hosts_with_different_capacities_are_told_which_counts(mounts, caplog, fast):
