@@ -214,6 +214,15 @@ def test_the_manifest_mounts_what_its_settings_name():
     assert json.loads(given.partition("=")[2])["kv_connector"] == "KVOffloadConnector"
 
 
+@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*/compose.yaml")), ids=lambda path: path.parent.name)
+def test_a_compose_file_names_each_network_that_it_uses(path):
+    """Docker makes the network `default` by itself; podman-compose refuses one without a name."""
+    yaml = pytest.importorskip("yaml", reason="PyYAML is not installed")
+    parts = yaml.safe_load(path.read_text())
+    used = {name for each in parts["services"].values() for name in each.get("networks", [])}
+    assert used <= set(parts.get("networks", {}))
+
+
 def test_grafana_has_no_user_with_a_password_that_everyone_knows():
     yaml = pytest.importorskip("yaml", reason="PyYAML is not installed")
     parts = yaml.safe_load((EXAMPLES / "observability" / "compose.yaml").read_text())
