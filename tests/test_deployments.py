@@ -214,7 +214,9 @@ def test_the_manifest_mounts_what_its_settings_name():
     assert json.loads(given.partition("=")[2])["kv_connector"] == "KVOffloadConnector"
 
 
-@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*/compose.yaml")), ids=lambda path: path.parent.name)
+@pytest.mark.parametrize(
+    "path", sorted(EXAMPLES.glob("*/compose.yaml")), ids=lambda path: path.parent.name
+)
 def test_a_compose_file_names_each_network_that_it_uses(path):
     """Docker makes the network `default` by itself; podman-compose refuses one without a name."""
     yaml = pytest.importorskip("yaml", reason="PyYAML is not installed")
