@@ -105,7 +105,7 @@ LOAD_BYTES = _counter("load_bytes", "tier", "bytes",
 LOAD_CHUNKS = _counter("load_chunks", "tier", "chunks",
     "Chunks copied to the KV cache, or read from the tier.")
 LOAD_SECONDS = _histogram("load_seconds", "tier", "seconds",
-    "Durations of these copies and reads, a batch each.")
+    "Durations of these copies and reads, a batch each; of cpu, with the reads that it waited for.")
 STORE_BYTES = _counter("store_bytes", "tier", "bytes",
     "Bytes copied from the KV cache, or stored on the tier; not what it had already.")
 STORE_CHUNKS = _counter("store_chunks", "tier", "chunks",
