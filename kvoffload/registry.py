@@ -97,7 +97,7 @@ def check_plugins(config: OffloadConfig) -> None:
 
     Raises:
         ConfigError: no such plug-in, unknown or bad option, an extra that is not installed, two
-            tiers of one type in one folder.
+            tiers in one folder.
     """
     for setting in ("metrics_port", "otel_spans"):
         if value := getattr(config, setting):
@@ -111,12 +111,12 @@ def check_tiers(tiers: Sequence[BackendConfig]) -> None:
 
     What a plug-in's tiers must not share, :attr:`Observable.place` says of the open stores.
     """
-    first_in: dict[tuple[str, str], int] = {}
+    first_in: dict[str, int] = {}
     for i, tier in enumerate(tiers):
         options = read_options(tier.type, tier.options, f"backends[{i}].")
         is_ours = type(options).__module__.startswith("kvoffload.")
         if is_ours and (root := getattr(options, "root", "")):
-            first = first_in.setdefault((tier.type, os.path.abspath(root)), i)
+            first = first_in.setdefault(os.path.abspath(root), i)
             if first != i:
                 remedy = f"is where backends[{first}] keeps its chunks; one tier is enough there"
                 raise ConfigError(f"backends[{i}].root", root, remedy)

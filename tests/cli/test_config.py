@@ -77,6 +77,10 @@ def test_a_right_file_is_right(kvoffload, tmp_path, ending):
             {"cpu_bytes": 1, "backends": SAME_ROOT},
             "backends[1].root = '/x/kv/': is where backends[0]",
         ),
+        (
+            {"cpu_bytes": 1, "backends": [SAME_ROOT[0], {**SAME_ROOT[1], "type": "folder"}]},
+            "backends[1].root = '/x/kv/': is where backends[0]",
+        ),
         ({}, "cpu_bytes = None: is required"),
     ],
 )
