@@ -68,8 +68,8 @@ class EngineProcess:
                 start_new_session=True,
             )
         else:
-            log, environment = self._log.fileno(), {**env, "ANSWERS_FD": "3"}
-            self.process = Fork(python, words, environment, log, theirs)
+            streams = [subprocess.PIPE, self._log, self._log, theirs]
+            self.process = Fork(python, words, streams, env={**env, "ANSWERS_FD": "3"})
         os.close(theirs)
         self._answers = []
         self._came = threading.Condition()

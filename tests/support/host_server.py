@@ -11,6 +11,8 @@ import threading
 import time
 from pathlib import Path
 
+from tests.support.preloaded import QUICK, Fork
+
 ROOT = Path(__file__).parents[2]
 STARTED_S = 60.0
 KEYS = 200
@@ -94,6 +96,26 @@ for line in sys.stdin:
 """
 
 
+FORKS_OF = []
+"""The Python whose forks processes are, if there is one."""
+
+
+def started(words, stdin, stdout, stderr):
+    """Start Python with these words and streams, in the folder of this checkout."""
+    if FORKS_OF:
+        return Fork(FORKS_OF[0], [QUICK, *words], [stdin, stdout, stderr], cwd=ROOT)
+    paths = [os.environ.get("PYTHONPATH", ""), str(ROOT), f"{ROOT}/tests/helpers"]
+    return subprocess.Popen(
+        [sys.executable, "-W", "ignore", *words],
+        stdin=stdin,
+        stdout=stdout,
+        stderr=stderr,
+        text=True,
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))},
+    )
+
+
 def key_of(number):
     return hashlib.sha256(b"%d" % number).digest() + bytes(4)
 
@@ -129,12 +151,12 @@ class HostServer:
 
     Args:
         folder: gets its socket, its settings and its log.
-        manager: starts it, if one is given.
+        manager: starts it as a program of its own, if one is given.
         settings: further ones, or others.
     """
 
     def __init__(self, folder, manager=None, **settings):
-        self._start = manager.start if manager else subprocess.Popen
+        self._manager = manager
         self.path = str(folder / "s")
         self.log_file = folder / "server.log"
         self._config = folder / "serve.json"
@@ -149,13 +171,13 @@ class HostServer:
         self._config.write_text(json.dumps(self.settings | settings))
 
     def start(self):
+        words = ["-m", "kvoffload", "serve", "--config", str(self._config)]
         with self.log_file.open("a") as log:
-            self.process = self._start(
-                [sys.executable, "-m", "kvoffload", "serve", "--config", str(self._config)],
-                stdout=log,
-                stderr=log,
-                cwd=ROOT,
-            )
+            if self._manager:
+                command = [sys.executable, *words]
+                self.process = self._manager.start(command, stdout=log, stderr=log, cwd=ROOT)
+            else:
+                self.process = started(words, None, log, log)
         end_s = time.monotonic() + STARTED_S
         while not self.is_listening():
             assert self.process.poll() is None, self.log
@@ -190,15 +212,9 @@ class EngineInAProcess:
     """A small engine in a process of its own, attached to a server."""
 
     def __init__(self, path):
-        self.process = subprocess.Popen(
-            [sys.executable, "-W", "ignore", "-c", ENGINE, path],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-            cwd=ROOT,
-            env={**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT}/tests/helpers"},
-        )
+        words = ["-c", ENGINE, path]
+        with open(os.devnull, "w") as log:
+            self.process = started(words, subprocess.PIPE, subprocess.PIPE, log)
 
     def send(self, *call):
         self.process.stdin.write(json.dumps(call) + "\n")
@@ -218,12 +234,8 @@ class ClientProcess:
     """A process that stores and loads for ever, or until it is at a point; quick to start."""
 
     def __init__(self, path, seed, point=""):
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", CLIENT, path, str(seed), point],
-            stdout=subprocess.PIPE,
-            text=True,
-            cwd=ROOT,
-        )
+        words = ["-c", CLIENT, path, str(seed), point]
+        self.process = started(words, None, subprocess.PIPE, None)
         assert self.process.stdout.readline() == "attached\n"
 
     def await_loan(self):

@@ -15,6 +15,7 @@ import atexit
 import contextlib
 import gc
 import importlib
+import marshal
 import os
 import runpy
 import select
@@ -30,17 +31,14 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
-BETWEEN = b"\0\0\0"
 QUICK = "--quick-end"
 SET_BY_IMPORTS: dict[str, str] = {}
 """Variables that the modules have set in the server: a fork has them as well."""
 ASK = """
-import array, os, socket, sys
+import array, marshal, os, socket, sys
 server = socket.socket(socket.AF_UNIX)
 server.connect(sys.argv[1])
-environment = [name + b"=" + value for name, value in os.environb.items()]
-words = [os.fsencode(word) for word in sys.argv[2:]]
-order = b"\\0\\0\\0".join([os.getcwdb(), b"\\0".join(words), b"\\0".join(environment)])
+order = marshal.dumps((os.getcwd(), sys.argv[2:], dict(os.environ)))
 server.sendmsg([len(order).to_bytes(4, "big")],
     [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [0, 1, 2]))])
 server.sendall(order)
@@ -85,35 +83,47 @@ class Preloaded:
 
 
 class Fork:
-    """A process like ``subprocess.Popen([sys.executable, *words])``; standard input is a pipe.
+    """A process like ``subprocess.Popen([sys.executable, *words])``.
 
     Args:
         server: it is a fork of.
-        words: the arguments of Python.
-        environment: its whole environment.
-        output: the descriptor of its standard output and its standard error.
-        more: a descriptor that is its number 3.
+        words: the arguments of Python; :data:`QUICK` may be before them.
+        streams: its standard input, output and error, and further ones: files or descriptors.
+            None is that of this process. Of the first two, PIPE is one of text.
+        cwd: its folder, if not that of this process.
+        env: its whole environment, if not that of this process.
     """
 
     def __init__(
         self,
         server: Preloaded,
         words: Sequence[str],
-        environment: Mapping[str, str],
-        output: int,
-        more: int,
+        streams: Sequence[Any] = (None, None, None),
+        *,
+        cwd: Path | None = None,
+        env: Mapping[str, str] | None = None,
     ) -> None:
-        variables = [os.fsencode(f"{name}={value}") for name, value in environment.items()]
-        parts = [os.getcwdb(), b"\0".join(map(os.fsencode, words)), b"\0".join(variables)]
-        order = BETWEEN.join(parts)
+        order = marshal.dumps((str(cwd or os.getcwd()), [*words], dict(env or os.environ)))
         self._connection = socket.socket(socket.AF_UNIX)
         self._connection.connect(server.path)
-        theirs, ours = os.pipe()
-        streams = [theirs, output, output, more]
-        socket.send_fds(self._connection, [len(order).to_bytes(4, "big")], streams)
-        os.close(theirs)
+        given, theirs = [*streams], []
+        self.stdin: Any = None
+        self.stdout: Any = None
+        # Their users close the pipes.
+        if streams[0] == subprocess.PIPE:
+            given[0], ours = os.pipe()
+            self.stdin = open(ours, "w")  # noqa: SIM115
+            theirs.append(given[0])
+        if streams[1] == subprocess.PIPE:
+            ours, given[1] = os.pipe()
+            self.stdout = open(ours)  # noqa: SIM115
+            theirs.append(given[1])
+        own = [number if one is None else one for number, one in enumerate(given)]
+        numbers = [one if isinstance(one, int) else one.fileno() for one in own]
+        socket.send_fds(self._connection, [len(order).to_bytes(4, "big")], numbers)
+        for end in theirs:
+            os.close(end)
         self._connection.sendall(order)
-        self.stdin = open(ours, "w")  # noqa: SIM115 - its user closes it
         self._told = self._connection.makefile()
         self.pid = int(self._told.readline())
         self.returncode: int | None = None
@@ -124,6 +134,7 @@ class Fork:
             if not select.select([self._connection], [], [], timeout)[0]:
                 raise subprocess.TimeoutExpired("a fork", timeout or 0)
             self.returncode = int(self._told.readline() or -signal.SIGKILL)
+            self._told.close()
             self._connection.close()
         return self.returncode
 
@@ -138,14 +149,34 @@ class Fork:
         if self.poll() is None:
             os.kill(self.pid, number)
 
+    def kill(self) -> None:
+        """See :class:`subprocess.Popen`."""
+        self.send_signal(signal.SIGKILL)
 
-def order_of(connection: socket.socket) -> tuple[list[bytes], list[int]]:
+    def terminate(self) -> None:
+        """See :class:`subprocess.Popen`."""
+        self.send_signal(signal.SIGTERM)
+
+    def communicate(self) -> tuple[str, None]:
+        """See :class:`subprocess.Popen`."""
+        if self.stdin:
+            with contextlib.suppress(BrokenPipeError):
+                self.stdin.close()
+        said = ""
+        if self.stdout and not self.stdout.closed:
+            with self.stdout:
+                said = self.stdout.read()
+        self.wait()
+        return said, None
+
+
+def order_of(connection: socket.socket) -> tuple[Any, list[int]]:
     """Return what is asked: folder, words, environment; and the descriptors."""
     head, streams, _, _ = socket.recv_fds(connection, 4, 4)
     left, text = int.from_bytes(head, "big"), b""
     while len(text) < left:
         text += connection.recv(left - len(text))
-    return text.split(BETWEEN), streams
+    return marshal.loads(text), streams
 
 
 def serve(path: str) -> list[str]:
@@ -169,7 +200,7 @@ def serve(path: str) -> list[str]:
             sys.exit()
     os.setsid()
     become(folder, environment, streams)
-    return [os.fsdecode(word) for word in words.split(b"\0")]
+    return list(words)
 
 
 def watch(pid: int, connection: socket.socket) -> None:
@@ -184,7 +215,7 @@ def watch(pid: int, connection: socket.socket) -> None:
         connection.sendall(b"%d\n" % status)
 
 
-def become(folder: bytes, environment: bytes, streams: list[int]) -> None:
+def become(folder: str, environment: dict[str, str], streams: list[int]) -> None:
     """Give this process what it would have had from its start."""
     spare = [os.dup(stream) for stream in streams]  # none of them is in the place of another
     for number, stream in enumerate(spare):
@@ -196,9 +227,8 @@ def become(folder: bytes, environment: bytes, streams: list[int]) -> None:
     sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115
     sys.stderr = open(2, "w", buffering=1, errors="backslashreplace", closefd=False)  # noqa: SIM115
     os.chdir(folder)
-    os.environb.clear()
-    os.environ.update(SET_BY_IMPORTS)
-    os.environb.update(one.split(b"=", 1) for one in environment.split(b"\0"))
+    os.environ.clear()
+    os.environ.update(SET_BY_IMPORTS | environment)
     paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     sys.path[:0] = [path for path in paths if path and path not in sys.path]
 

@@ -4,9 +4,17 @@ import os
 
 import pytest
 
-from tests.support import kill_points
+from tests.support import host_server, kill_points
 from tests.support.host_server import ROOT, EngineInAProcess, HostServer
 from tests.support.small_engine import SmallEngine
+
+
+@pytest.fixture(autouse=True, scope="session")
+def forks(preloaded):
+    """Servers, engines and clients import nothing anew."""
+    host_server.FORKS_OF.append(preloaded)
+    yield
+    host_server.FORKS_OF.clear()
 
 
 @pytest.fixture
@@ -50,7 +58,8 @@ def engine_process():
 
 @pytest.fixture
 def kill_point(tmp_path, monkeypatch):
-    """Kill servers that tests start at a named point."""
+    """Kill servers that tests start, each a program of its own, at a named point."""
+    monkeypatch.setattr(host_server, "FORKS_OF", [])
     points = kill_points.installed(tmp_path, monkeypatch)
     paths = [str(tmp_path / "kill_points"), str(ROOT), os.environ.get("PYTHONPATH", "")]
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
