@@ -91,7 +91,8 @@ def closing():
 
 OF_PROGRAMS = (
     "torch", "kvoffload.connectors.local", "kvoffload.io.server", "kvoffload.backends.disk.backend",
-    "kvoffload.policies.handicap", "kvoffload.demo", "kvoffload.cli.main",
+    "kvoffload.policies.handicap", "kvoffload.demo", "kvoffload.cli.main", "kvoffload.cli.serve",
+    "tests.conftest", "tests.support.small_engine",
 )  # fmt: skip
 """What most programs of tests import."""
 
