@@ -26,8 +26,7 @@ A subclass may use any private name: those of these classes are mangled.
 import asyncio
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from kvoffload.backends.base import ReadResult, Written, check_lengths
@@ -38,31 +37,10 @@ from kvoffload.backends.seals import Seal
 
 log = logging.getLogger(__name__)
 
+_STALLED = "%s: every thread has hung in a %s for %g s; chunks are misses until one returns"
 T = TypeVar("T")
-
-
-class Runner:
-    """Where the functions of a backend run: on the event loop, which gets its turn after each."""
-
-    async def fill(
-        self,
-        kind: Kind,
-        answers: list[Any],
-        work: Callable[[int], Any],
-        is_quick: bool,
-        chunks: Sequence[int] = (),
-    ) -> None:
-        """Set ``answers[i] = work(i)`` for each item that is begun; ``work`` does not raise.
-
-        ``chunks``: of each item, if they are not one.
-        """
-        for i in range(len(answers)):
-            answers[i] = work(i)
-            await asyncio.sleep(0)
-
-    async def close(self, release: Callable[[], None]) -> None:
-        """Begin no more; call ``release`` once nothing runs."""
-        release()
+Work = Callable[[int], list[Any]]
+"""Returns the answers of a run."""
 
 
 class ChunkwiseBackend(CountedBackend, ABC):
@@ -71,10 +49,6 @@ class ChunkwiseBackend(CountedBackend, ABC):
     The functions may raise: the chunk is then a miss, counted as ``read_failed`` or
     ``write_failed``.
     """
-
-    def __init__(self, name: str, runner: Runner) -> None:
-        super().__init__(name)
-        self.__runner = runner
 
     # ---- what a subclass defines -----------------------------------------------------------
 
@@ -99,6 +73,13 @@ class ChunkwiseBackend(CountedBackend, ABC):
     async def closing(self) -> None:
         """Called once, on the event loop, when every later call is already answered False."""
 
+    def is_quick(self, memory: Sequence[memoryview]) -> bool:
+        """Return whether each of these loads takes some 10 µs; by default, False.
+
+        One thread then serves all such loads, until one of them calls :meth:`expect_wait`.
+        """
+        return False
+
     # ---- Backend ---------------------------------------------------------------------------
 
     async def contains(self, keys: Sequence[bytes]) -> list[bool]:
@@ -107,12 +88,25 @@ class ChunkwiseBackend(CountedBackend, ABC):
     async def read(
         self, keys: Sequence[bytes], into: Sequence[memoryview]
     ) -> list[bool | ReadResult]:
+        return await self.read_each(keys, into, lambda i: None)
+
+    async def read_each(
+        self,
+        keys: Sequence[bytes],
+        into: Sequence[memoryview],
+        arrived: Callable[[int], None],
+    ) -> list[bool | ReadResult]:
         check_lengths(keys, into)
+
+        def load(i: int) -> bool | ReadResult:
+            found = self.load(keys[i], into[i].cast("B"))
+            if found:
+                arrived(i)
+            return found
+
+        is_quick = self.is_quick(into)
         return await self.run_each(
-            "read",
-            len(keys),
-            lambda i: self.load(keys[i], into[i].cast("B")),
-            ReadResult.UNAVAILABLE,
+            "read", len(keys), load, ReadResult.UNAVAILABLE, is_quick=is_quick
         )
 
     async def write(self, keys: Sequence[bytes], chunks: Sequence[memoryview]) -> list[Written]:
@@ -131,7 +125,7 @@ class ChunkwiseBackend(CountedBackend, ABC):
     async def close(self) -> None:
         if self.begin_close():
             await self.closing()
-            await self.__runner.close(self.release)
+            await self.end_runs()
 
     # ---- for subclasses --------------------------------------------------------------------
 
@@ -152,19 +146,10 @@ class ChunkwiseBackend(CountedBackend, ABC):
 
         ``is_quick``: items take some 10 µs and rarely wait; see :meth:`BlockingPool.fill`.
         """
-
-        def attempt(i: int) -> T:
-            if self.is_closed:
-                return failed
-            try:
-                return work(i)
-            except Exception as error:
-                self.note_failure(kind, error)
-                return failed
-
-        answers = [failed] * items
-        await self.__runner.fill(kind, answers, attempt, is_quick)
-        return answers
+        runs = [range(i, i + 1) for i in range(items)]
+        return await self.run_all(
+            kind, runs, lambda run: [work(run.start)], failed, is_quick=is_quick
+        )
 
     async def run_all(
         self,
@@ -194,8 +179,22 @@ class ChunkwiseBackend(CountedBackend, ABC):
             return [failed] * len(runs[i])
 
         answers = [[failed] * len(run) for run in runs]
-        await self.__runner.fill(kind, answers, attempt, is_quick, [len(run) for run in runs])
+        await self.fill_answers(kind, answers, attempt, is_quick)
         return [answer for of_run in answers for answer in of_run]
+
+    # ---- where the functions run: by default, on the event loop -----------------------------
+
+    async def fill_answers(
+        self, kind: Kind, answers: list[Any], work: Work, is_quick: bool
+    ) -> None:
+        """Set ``answers[i] = work(i)`` for each run that is begun; ``work`` does not raise."""
+        for i in range(len(answers)):
+            answers[i] = work(i)
+            await asyncio.sleep(0)
+
+    async def end_runs(self) -> None:
+        """Begin no more runs; call :meth:`release` once none is in work."""
+        self.release()
 
 
 class InlineBackend(ChunkwiseBackend):
@@ -207,9 +206,6 @@ class InlineBackend(ChunkwiseBackend):
     Args:
         name: of the store, for the log; by default that of the class.
     """
-
-    def __init__(self, *, name: str = "") -> None:
-        super().__init__(name or type(self).__name__, Runner())
 
 
 class ThreadPoolBackend(ChunkwiseBackend):
@@ -241,19 +237,12 @@ class ThreadPoolBackend(ChunkwiseBackend):
             except BaseException:
                 loads.close()
                 raise
-        super().__init__(name, _OnThreads(self, name, pools))
-        self.__loads = loads
-
-    def is_quick(self, memory: Sequence[memoryview]) -> bool:
-        """Return whether each of these loads takes some 10 µs; by default, False.
-
-        One thread then serves all such loads, until one of them calls :meth:`expect_wait`.
-        """
-        return False
+        super().__init__(name)
+        self.__name, self.__pools = name, pools
 
     def expect_wait(self) -> None:
         """Let all threads serve the batch of the calling thread, whose load is about to wait."""
-        self.__loads.expect_wait()
+        self.__pools["read"].expect_wait()
 
     def at_once(self) -> int | None:
         """Return how many threads may work on one call; by default, None: all of them."""
@@ -269,74 +258,34 @@ class ThreadPoolBackend(ChunkwiseBackend):
     opens_apart = True
     """Whether the constructor may block: an I/O server then calls it on a thread of its own."""
 
-    async def read(
-        self, keys: Sequence[bytes], into: Sequence[memoryview]
-    ) -> list[bool | ReadResult]:
-        return await self.read_each(keys, into, lambda i: None)
-
-    async def read_each(
-        self,
-        keys: Sequence[bytes],
-        into: Sequence[memoryview],
-        arrived: Callable[[int], None],
-    ) -> list[bool | ReadResult]:
-        check_lengths(keys, into)
-
-        def load(i: int) -> bool | ReadResult:
-            found = self.load(keys[i], into[i].cast("B"))
-            if found:
-                arrived(i)
-            return found
-
-        is_quick = self.is_quick(into)
-        return await self.run_each(
-            "read", len(keys), load, ReadResult.UNAVAILABLE, is_quick=is_quick
-        )
-
-
-class _OnThreads(Runner):
-    def __init__(
-        self, backend: ThreadPoolBackend, name: str, pools: Mapping[Kind, BlockingPool]
+    async def fill_answers(
+        self, kind: Kind, answers: list[Any], work: Work, is_quick: bool
     ) -> None:
-        self._backend = backend
-        self._name = name
-        self._pools = pools
+        def gave_up(runs: int, is_first: bool) -> None:
+            """Count the last runs, refused because every thread hangs; log the first of a stall."""
+            self.count(f"{kind}_stalled", sum(len(run) for run in answers[-runs:]))
+            if is_first:
+                log.warning(_STALLED, self.__name, kind, pool.stall_s)
 
-    async def fill(
-        self,
-        kind: Kind,
-        answers: list[Any],
-        work: Callable[[int], Any],
-        is_quick: bool,
-        chunks: Sequence[int] = (),
-    ) -> None:
-        backend, gave_up = self._backend, partial(self._gave_up, kind, chunks)
-        interrupt, at_once = backend.interrupt, backend.at_once()
-        await self._pools[kind].fill(answers, work, gave_up, interrupt, at_once, is_quick=is_quick)
+        pool, at_once = self.__pools[kind], self.at_once()
+        await pool.fill(answers, work, gave_up, self.interrupt, at_once, is_quick=is_quick)
 
-    async def close(self, release: Callable[[], None]) -> None:
-        if await run_once(self._close_pools):
-            await run_once(release)
+    async def end_runs(self) -> None:
+        if await run_once(self.__close_pools):
+            await run_once(self.release)
         else:  # a thread still uses what release() would take away
-            log.warning("%s: a thread hangs; the store is closed when it returns", self._name)
-            start_once(partial(self._release_late, release))
+            log.warning("%s: a thread hangs; the store is closed when it returns", self.__name)
+            start_once(self.__release_late)
 
-    def _release_late(self, release: Callable[[], None]) -> None:
-        for pool in set(self._pools.values()):
-            pool.wait()
-        release()
-
-    def _close_pools(self) -> bool:
+    def __close_pools(self) -> bool:
         """Close the pools; return whether all threads ended."""
-        ended = [pool.close() for pool in set(self._pools.values())]
+        ended = [pool.close() for pool in set(self.__pools.values())]
         return all(ended)
 
-    def _gave_up(self, kind: Kind, chunks: Sequence[int], items: int, first: bool) -> None:
-        """Count the last items, refused because every thread hangs; log the first of a stall."""
-        self._backend.count(f"{kind}_stalled", sum(chunks[-items:]) or items)
-        if first:
-            text = "%s: every thread has hung in a %s for %g s; chunks are misses until one returns"
-            log.warning(text, self._name, kind, self._pools[kind].stall_s)
+    def __release_late(self) -> None:
+        for pool in set(self.__pools.values()):
+            pool.wait()
+        self.release()
 
 
 class ThreadedBackend(ThreadPoolBackend):

@@ -38,7 +38,7 @@ def in_form(backend, form):
 def let_calls_hang_after(backend, stall_s):
     """Let an open store be so patient from now on: a busy machine may be slow before."""
     backend.options = replace(backend.options, stall_s=stall_s)
-    for pool in backend._ChunkwiseBackend__runner._pools.values():
+    for pool in backend._ThreadPoolBackend__pools.values():
         pool.stall_s = stall_s
 
 

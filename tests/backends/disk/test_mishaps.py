@@ -59,7 +59,7 @@ async def test_what_a_dead_device_refuses_is_counted_and_said_once(
         let_calls_hang_after(backend, 0.5)
         first = asyncio.ensure_future(work())
         try:
-            pool = backend._ChunkwiseBackend__runner._pools["read" if call == "preadv" else "write"]
+            pool = backend._ThreadPoolBackend__pools["read" if call == "preadv" else "write"]
             assert await until(pool.stalled)
             for _ in range(2):
                 assert await asyncio.wait_for(work(), 10) == [False] * 6
