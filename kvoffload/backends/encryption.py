@@ -18,6 +18,7 @@ from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.ciphers import AEADDecryptionContext, Cipher, algorithms, modes
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+from cryptography.hazmat.primitives.cmac import CMAC
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
 from kvoffload.backends.header import (
@@ -39,7 +40,6 @@ from kvoffload.backends.seals import fault_by_check, tenant_tag
 _INFO = b"kvoffload chunk encryption v1 "
 _KEY_BYTES = 32
 _HALF = NONCE_BYTES // 2
-_BLOCK_BYTES = 16
 
 
 class NamespaceKey:
@@ -54,16 +54,8 @@ class NamespaceKey:
     def __init__(self, key: bytes, key_id: bytes = b"", tenants_key: bytes = b"") -> None:
         self.id = key_id
         self.tenants_key = tenants_key
-        # Of single blocks, so it has no state; to make one for each chunk would cost more.
-        self._blocks = Cipher(algorithms.AES(key), modes.ECB()).encryptor()
-        self._lock = threading.Lock()
-        # CMAC (NIST SP 800-38B) of one block a half of the key: all of it that is no nonce.
-        doubled = int.from_bytes(self._encrypted(bytes(_BLOCK_BYTES))) << 1
-        overflow = doubled >> 8 * _BLOCK_BYTES
-        subkey = doubled & (1 << 8 * _BLOCK_BYTES) - 1 ^ 0x87 * overflow
-        blocks = (b"\0%cX\0".ljust(_BLOCK_BYTES + 1, b"\0") % number for number in (1, 2))
-        masked = (int.from_bytes(block) ^ subkey for block in blocks)
-        self._mask = int.from_bytes(b"".join(each.to_bytes(_BLOCK_BYTES) for each in masked))
+        self._mac = CMAC(algorithms.AES(key))
+        """Has taken no block yet: each chunk's key is the end of a copy."""
 
     @classmethod
     def derived(cls, secret: bytes, namespace: bytes) -> "NamespaceKey":
@@ -78,13 +70,13 @@ class NamespaceKey:
 
     def of_chunk(self, nonce: bytes) -> bytes:
         """Return the key of the chunk that has this nonce."""
-        half = bytes(_BLOCK_BYTES - _HALF) + nonce[:_HALF]
-        blocks = int.from_bytes(half + half) ^ self._mask
-        return self._encrypted(blocks.to_bytes(2 * _BLOCK_BYTES))
+        # SP 800-108, as XAES-256-GCM has it: a block for each half of the key.
+        return b"".join(self._block(number, nonce[:_HALF]) for number in (1, 2))
 
-    def _encrypted(self, blocks: bytes) -> bytes:
-        with self._lock:
-            return self._blocks.update(blocks)
+    def _block(self, number: int, context: bytes) -> bytes:
+        mac = self._mac.copy()
+        mac.update(b"\0%cX\0" % number + context)
+        return mac.finalize()
 
 
 class CipherSeal:
