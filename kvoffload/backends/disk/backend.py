@@ -1,7 +1,7 @@
 """The disk backend: bounded, verified on every load, restored after a restart.
 
 This module is the asynchronous face. ``store`` keeps the chunks, in one of two ``chunk_forms``.
-``files`` has one each: ``paths`` and ``shards`` name them, and ``chunk_file`` reads and writes one.
+``files`` has one each: ``paths`` has their names, and ``chunk_file`` reads and writes one.
 ``slots`` has many small chunks in a ``segment``; ``segments`` knows which chunk is where,
 ``descriptors`` has a few of their files open, and ``chunk_slot`` reads and writes one. Of both,
 ``file_calls`` asks what the page cache has, and ``cache_room`` judges whether stores may fill it.

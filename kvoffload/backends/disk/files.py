@@ -1,13 +1,18 @@
 """A file a chunk: the form of all chunks but small ones, and of every chunk of older versions."""
 
 import contextlib
+import logging
 import os
+import stat
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
-from kvoffload.backends.disk.chunk_file import ChunkFiles, can_become
-from kvoffload.backends.disk.index import Name
+from kvoffload.backends.disk.chunk_file import ChunkFiles, can_become, strangeness
+from kvoffload.backends.disk.index import Name, split_name
+from kvoffload.backends.disk.paths import shard_of
 from kvoffload.backends.disk.vfs import Vfs
+
+log = logging.getLogger(__name__)
 
 
 class Seen(NamedTuple):
@@ -71,15 +76,48 @@ class Files:
         vfs: Vfs,
         chunks: ChunkFiles,
         digest: bytes,
-        path_of: Callable[[Name], str],
+        folder: Callable[[int], str],
         temporary: Callable[[], str],
+        count: Callable[[str], None],
     ) -> None:
-        """``path_of`` says where a chunk lies, ``temporary`` makes paths that the quota counts."""
+        """Look at nothing yet.
+
+        ``folder`` returns that of a namespace by its number, ``temporary`` makes paths that the
+        quota counts, and ``count`` increments a counter.
+        """
         self.vfs = vfs
         self.chunks = chunks
         self.digest = digest
-        self.path_of = path_of
+        self._folder = folder
         self._temporary = temporary
+        self._count = count
+        self._checked: set[str] = set()
+        """The shards that are folders: a check at every use would cost a system call."""
+
+    def path_of(self, name: Name) -> str:
+        """Return where a chunk lies, in a shard that is checked before its first use."""
+        number, key = split_name(name)
+        shard = f"{self._folder(number)}/{shard_of(key)}"
+        if shard not in self._checked:
+            self._check(shard)
+        return f"{shard}/{key.hex()}"
+
+    def forget_shards(self) -> None:
+        """Check each shard again at its next use."""
+        self._checked.clear()
+
+    def _check(self, shard: str) -> None:
+        """Remove a link or file in place of a shard folder; the next store makes the folder."""
+        try:
+            facts = self.vfs.lstat(shard)
+            if not stat.S_ISDIR(facts.st_mode):
+                self.vfs.unlink(shard)
+                kind = "corrupt_link" if stat.S_ISLNK(facts.st_mode) else strangeness(facts)
+                self._count(kind or "corrupt_special")
+                log.warning("disk: %s was no folder and is removed", shard)
+        except OSError:
+            return  # missing or unusable: opening a file in it reports why
+        self._checked.add(shard)
 
     def read(self, name: Name, key: bytes, target: memoryview) -> tuple[str | None, Seen | None]:
         """Fill ``target`` with a chunk of the own namespace; return a counter's reason, or None.

@@ -174,7 +174,7 @@ class Housekeeper:
 
     def _tick(self) -> None:
         store, root = self._store, self._store.root
-        store.forget_shards()
+        store.files.forget_shards()
         root.maintain()
         if root.repairs != self._repairs:
             # Index and quota still count what was removed.

@@ -12,12 +12,11 @@ import threading
 import time
 from collections.abc import Iterator
 from operator import itemgetter
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 from kvoffload.backends.disk.descriptors import Descriptors
 from kvoffload.backends.disk.index import Name, name_of
 from kvoffload.backends.disk.paths import SEGMENTS, stems_of
-from kvoffload.backends.disk.root import RootHandle
 from kvoffload.backends.disk.segment import (
     ENTRY_BYTES,
     FREE,
@@ -31,8 +30,10 @@ from kvoffload.backends.disk.segment import (
     used_in,
 )
 from kvoffload.backends.disk.slot_places import MOST_SEGMENTS, At, Places
-from kvoffload.backends.disk.vfs import Vfs
 from kvoffload.backends.header import OTHER_VERSION
+
+if TYPE_CHECKING:
+    from kvoffload.backends.disk.store import DiskStore
 
 MOST_SIZES = 16
 """So many sizes of slots a process has at most: each has an open segment."""
@@ -56,38 +57,16 @@ class Held(NamedTuple):
     """The first of their last uses."""
 
 
-class Host(Protocol):
-    """What the segments need of their store."""
-
-    root: RootHandle
-
-    def folder(self, number: int) -> str:
-        """Return the folder of a namespace."""
-        ...
-
-    def appeared(self, found: list[Found]) -> None:
-        """Note chunks, the least recently used first."""
-        ...
-
-    def vanished(self, names: list[Name]) -> None:
-        """Note that other processes removed chunks."""
-        ...
-
-    def count(self, reason: str) -> None:
-        """Count an event."""
-        ...
-
-
 class Segments(Places):
     """The segments that one process has open, and the places in them. Thread-safe."""
 
-    def __init__(self, vfs: Vfs, host: Host, *, durable: bool) -> None:
+    def __init__(self, store: "DiskStore", *, durable: bool) -> None:
         """Open nothing yet."""
         super().__init__()
-        self.vfs = vfs
+        self.vfs = store.vfs
         self._durable = durable
-        self._files = Descriptors(vfs)
-        self._host = host
+        self._files = Descriptors(store.vfs)
+        self._store = store
         self._refreshing = threading.Lock()
         self._damaged: set[str] = set()
         """Segments whose table has no valid head."""
@@ -128,7 +107,7 @@ class Segments(Places):
         """Return whether there may be a free slot or segment that this process does not know."""
         number = self._own.get(slot_bytes)
         segment = None if number is None else self._open[number]
-        others = self._host.root.other_writers
+        others = self._store.root.other_writers
         return segment is None or bool(others and segment.may_have_free)
 
     def has_room_for(self, slot_bytes: int) -> bool:
@@ -145,7 +124,7 @@ class Segments(Places):
         failed, found = None, list[Found]()
         with self._refreshing:
             for number in numbers:
-                folder = f"{self._host.folder(number)}/{SEGMENTS}"
+                folder = f"{self._store.folder(number)}/{SEGMENTS}"
                 try:
                     self._look(number, folder)
                 except OSError as error:
@@ -157,7 +136,7 @@ class Segments(Places):
                     except OSError as error:
                         failed = error
             found.sort(key=itemgetter(0))
-            self._host.appeared(found)
+            self._store.appeared(found)
         if failed is not None:
             raise failed
 
@@ -180,7 +159,7 @@ class Segments(Places):
                 failed = error
             except ValueError as error:
                 if str(error) != OTHER_VERSION:
-                    self._host.count("corrupt_header")
+                    self._store.count("corrupt_header")
                     self._damaged.add(stem)
         if failed is not None:
             raise failed
@@ -230,7 +209,7 @@ class Segments(Places):
             total += sum(list(segment.stuck.values())) + len(segment.leaving) * segment.slot_bytes
             if not segment.is_own:
                 if segment.has_changed():
-                    self._host.appeared(self._update(i, segment))
+                    self._store.appeared(self._update(i, segment))
                 total += len(segment.written_slots()) * segment.slot_bytes
         return total
 
@@ -241,7 +220,7 @@ class Segments(Places):
 
         The evicting process removes segments that are empty or damaged.
         """
-        is_evictor, released = self._host.root.evictor.held, 0
+        is_evictor, released = self._store.root.evictor.held, 0
         for stem in list(self._damaged if is_evictor else ()):
             with contextlib.suppress(OSError):  # as of a folder: it stays, and is not read again
                 with contextlib.suppress(FileNotFoundError):
@@ -266,7 +245,7 @@ class Segments(Places):
                 finally:
                     segment.unlock()
         if released:  # without the lock: the quota may be waiting for it
-            self._host.root.quota.release(released)
+            self._store.root.quota.release(released)
 
     def close(self) -> None:
         """Close all segments, and remove own ones without chunks."""
@@ -301,7 +280,7 @@ class Segments(Places):
         for i, segment in self._known(0):
             if segment.slot_bytes == slot_bytes and segment.lock():
                 self._read_changes(i, segment)
-                if self._host.root.is_alone():
+                if self._store.root.is_alone():
                     self._tidy(segment)
                 # Another process may be about to free the blocks of the rest.
                 rest = set(segment.written_slots()).difference(segment.freeing)
@@ -312,8 +291,8 @@ class Segments(Places):
                 segment.is_own = True
                 self._own[slot_bytes] = i
                 return i
-        stem = f"{self._host.folder(0)}/{SEGMENTS}/{secrets.token_hex(8)}"
-        temporary = self._host.root.temporary(counted=False)
+        stem = f"{self._store.folder(0)}/{SEGMENTS}/{secrets.token_hex(8)}"
+        temporary = self._store.root.temporary(counted=False)
         made = make_segment(self._files, stem, temporary, slot_bytes, durable=self._durable)
         self._own[slot_bytes] = number = self._add(made)
         return number
@@ -337,7 +316,7 @@ class Segments(Places):
                     if name not in places or self._is_newest(name, now):
                         places[name] = place
                     found.append((used_in(now), name, slot_bytes))
-        self._host.vanished(vanished)
+        self._store.vanished(vanished)
         return found
 
     def _is_newest(self, name: Name, entry: bytes) -> bool:
@@ -363,11 +342,11 @@ class Segments(Places):
                 if self._places.get(name) == slot * MOST_SEGMENTS + number:
                     del self._places[name]
                     lost.append(name)
-        self._host.vanished(lost)
+        self._store.vanished(lost)
 
     def _read_changes(self, number: int, segment: Segment) -> None:
         if segment.has_changed():
-            self._host.appeared(self._update(number, segment))
+            self._store.appeared(self._update(number, segment))
 
     def _tidy(self, segment: Segment) -> None:
         """Free what a dead process was writing into a segment that this one has locked."""

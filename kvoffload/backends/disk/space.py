@@ -4,14 +4,16 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, NamedTuple
 
 from kvoffload.backends.disk.chunk_file import bytes_on_disk
 from kvoffload.backends.disk.chunk_forms import Draft
-from kvoffload.backends.disk.index import Index, Name
-from kvoffload.backends.disk.root import RootHandle
+from kvoffload.backends.disk.index import Name
 from kvoffload.backends.log_rate import Throttle
+
+if TYPE_CHECKING:
+    from kvoffload.backends.disk.store import DiskStore
 
 log = logging.getLogger(__name__)
 
@@ -45,27 +47,11 @@ class Room(NamedTuple):
 class Space:
     """The room of one root, on behalf of one process. Thread-safe; never raises OSError."""
 
-    def __init__(
-        self,
-        root: RootHandle,
-        index: Index,
-        count: Callable[[str], None],
-        used_ns: Callable[[Name], int],
-        discard: Callable[[Name, str], bool],
-        take_over: Callable[[Sequence[Name], int], Mapping[Name, Draft]],
-    ) -> None:
-        """Make room under ``root``.
-
-        ``used_ns`` says when any process used a chunk last, or raises OSError. ``discard`` removes
-        a chunk for a reason, False: it stays. ``take_over`` evicts chunks and keeps their places
-        for chunks of so many bytes; those without one stay.
-        """
-        self._root = root
-        self._index = index
-        self._count = count
-        self._used_ns = used_ns
-        self._discard = discard
-        self._take_over = take_over
+    def __init__(self, store: "DiskStore") -> None:
+        """Make room for a store, which has its root and its index already."""
+        self._store = store
+        self._root = store.root
+        self._index = store.index
         self.in_flight_bytes = 0
         """Of files being written or removed: folders and quota may differ by these."""
         self.largest_bytes = 0
@@ -92,10 +78,10 @@ class Space:
         """
         allocated_bytes = bytes_on_disk(chunk_bytes)
         if allocated_bytes > self._root.limits.capacity_bytes:
-            self._count("refused_size")
+            self._store.count("refused_size")
             return []
         if time.monotonic() < self._paused_until:
-            self._count("refused_full")
+            self._store.count("refused_full")
             return []
         self.largest_bytes = max(self.largest_bytes, allocated_bytes)
         rooms: list[Room] = []
@@ -124,7 +110,7 @@ class Space:
         try:
             if not self._has_free():
                 if count == 1:
-                    self._count("refused_min_free")
+                    self._store.count("refused_min_free")
                 return []
             if self._is_evictor():
                 self._collect_spares(spares, chunk_bytes, count)
@@ -140,7 +126,7 @@ class Space:
                 self.add_in_flight(-count * allocated_bytes)
         if not granted:
             if count == 1:
-                self._count("refused_capacity")
+                self._store.count("refused_capacity")
             return []
         new = [Room(allocated_bytes, None)] * (count - len(spares))
         return [*(Room(allocated_bytes, spare) for spare in spares), *new]
@@ -160,11 +146,11 @@ class Space:
                 most = min(count - len(spares), -(-excess() // allocated_bytes))
                 if not (names := self._victims(most, allocated_bytes)):
                     return
-                taken = self._take_over(names, chunk_bytes)
+                taken = self._store.take_over(names, chunk_bytes)
                 spares += taken.values()
                 for name in names:
                     if name not in taken:
-                        undeletable += not self._discard(name, "evicted")
+                        undeletable += not self._store.discard(name, "evicted")
 
     def _fits(self, allocated_bytes: int, chunks: int) -> bool:
         capacity_bytes = self._root.limits.capacity_bytes
@@ -194,7 +180,7 @@ class Space:
 
     def write_failed(self, reason: str) -> None:
         """Count a failed write; pause writes for a while if the disk is full."""
-        self._count(f"write_{reason}")
+        self._store.count(f"write_{reason}")
         if reason in _FULL:
             self._paused_until = time.monotonic() + _FULL_PAUSE_S
             self._full.warning("disk %s: writing paused, %s", self._root.path, reason)
@@ -308,7 +294,7 @@ class Space:
                     self.lacks_victims.set()
                 return False
             # An undeletable chunk stays out of the order until the next full scan.
-            undeletable += not self._discard(name, "evicted")
+            undeletable += not self._store.discard(name, "evicted")
             if undeletable == _MAX_UNDELETABLE:
                 return False
         return True
@@ -344,7 +330,7 @@ class Space:
             if not self._root.other_writers:
                 return name
             try:
-                used_ns = self._used_ns(name)
+                used_ns = self._store.used_ns(name)
             except OSError:
                 return name
             if spared == _MAX_SPARED or used_ns <= (self.oldest_use_ns + time.time_ns()) // 2:

@@ -35,7 +35,6 @@ from kvoffload.backends.disk.quarantine import Quarantine
 from kvoffload.backends.disk.reservation import Reservation
 from kvoffload.backends.disk.root import RootHandle
 from kvoffload.backends.disk.segments import Segments
-from kvoffload.backends.disk.shards import Shards
 from kvoffload.backends.disk.slots import MOST_RUN_BYTES, SlotDraft, Slots, runs_of
 from kvoffload.backends.disk.space import Room, Space
 from kvoffload.backends.disk.vfs import Vfs
@@ -71,7 +70,6 @@ class DiskStore(Counts):
         self._large_writes = threading.BoundedSemaphore(options.write_threads or _LARGE_WRITES)
         self._damaged, self._undeletable, self._unreadable = (Throttle(log) for _ in range(3))
         self._removals: deque[Removal] = deque(maxlen=_MAX_REMOVALS)
-        self._shards = Shards(vfs, self.count)
         self._durable = options.durability == "fsync"
         make_policy = load_policy(options.policy)
         try:
@@ -89,9 +87,10 @@ class DiskStore(Counts):
         self.room = CacheRoom(self.path) if self.io_mode == "auto" else None
         direct = self.io_mode != "buffered"
         chunks = ChunkFiles(vfs, direct=direct, room=self.room, durable=self._durable)
-        self.files = Files(vfs, chunks, self._digest, self.path_of, self.root.temporary)
-        self.segments = Segments(vfs, self, durable=self._durable)
-        uncounted = partial(self.root.temporary, counted=False)
+        temporary = self.root.temporary
+        self.files = Files(vfs, chunks, self._digest, self.folder, temporary, self.count)
+        self.segments = Segments(self, durable=self._durable)
+        uncounted = partial(temporary, counted=False)
         self.slots = Slots(vfs, chunks, self._digest, self.segments, uncounted)
         self.why_no_slots = probe_holes(vfs, scratch)
         """Why the file system cannot have chunks in slots; None: it can."""
@@ -102,9 +101,7 @@ class DiskStore(Counts):
         capacity_bytes = self.root.limits.capacity_bytes
         self.index = Index(make_policy, capacity_bytes, tenants)
         self.uses = UseTimes(self.root.limits.ttl_s, self.index.note)
-        self.space = Space(
-            self.root, self.index, self.count, self.used_ns, self.discard, self.take_over
-        )
+        self.space = Space(self)
         self.quarantine = Quarantine(self.root)
         self.ready = threading.Event()
         """Set once the index knows everything that was on disk at the start."""
@@ -132,15 +129,6 @@ class DiskStore(Counts):
             for namespace in namespaces:
                 if namespace not in self.namespaces and len(self.namespaces) < _MAX_NAMESPACES:
                     self.namespaces.append(namespace)
-
-    def path_of(self, name: Name) -> str:
-        """Return where a chunk lies."""
-        number, key = split_name(name)
-        return self._shards.path_of(f"{self.path}/{self.namespaces[number]}", key)
-
-    def forget_shards(self) -> None:
-        """Check each shard again at its next use; a check at every use would cost a system call."""
-        self._shards.forget()
 
     def used_ns(self, name: Name) -> int:
         """Return when any process used a chunk last; raises OSError."""
@@ -216,7 +204,7 @@ class DiskStore(Counts):
                 return self._missed(name, "missing", None)
         else:
             self.count(f"read_{reason}")
-            self._unreadable.warning("disk: cannot read %s: %s", self.path_of(name), reason)
+            self._unreadable.warning("disk: cannot read %s: %s", self.files.path_of(name), reason)
             if reason in NOT_DAMAGED:
                 self._pass_over(name, seen)
         return ReadResult.of(reason)
@@ -511,7 +499,8 @@ class DiskStore(Counts):
                 pass  # another process removed it, and released its bytes
             except OSError as error:
                 self.count("undeletable")
-                self._undeletable.warning("disk: cannot remove %s: %s", self.path_of(name), error)
+                path = self.files.path_of(name)
+                self._undeletable.warning("disk: cannot remove %s: %s", path, error)
                 self.space.removal_failed(reason_of(error))
                 return False
             self.note_removed(name, reason)
@@ -571,7 +560,7 @@ class DiskStore(Counts):
         Returns False if what a reader found damaged is no longer there: then it may have been
         whole, and overwritten under the reader.
         """
-        path, form = self.path_of(name), self._form_of(name)
+        path, form = self.files.path_of(name), self._form_of(name)
         moved = False
         with self._publishing:
             try:

@@ -48,7 +48,7 @@ def refusal(root, **settings):
 
 def tick(backend):
     """Look at the folders now, as the housekeeping thread does once a second."""
-    backend._store.forget_shards()
+    backend._store.files.forget_shards()
     backend._store.root.maintain()
 
 
