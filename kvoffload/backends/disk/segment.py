@@ -242,11 +242,8 @@ class Segment:
         finally:
             self.vfs.lock_part(table.fd, fcntl.F_UNLCK, *part)
 
-    def set_used(self, slot: int, used_ns: int) -> None:
-        self._write(_USED.pack(used_ns), _offset(slot))
-
-    def set_used_all(self, slot: int, keys: Sequence[bytes], uses_ns: Sequence[int]) -> bool:
-        """Note uses of the chunks of own slots that follow one another; False: one is gone.
+    def set_used(self, slot: int, keys: Sequence[bytes], uses_ns: Sequence[int]) -> bool:
+        """Note uses of the chunks of slots that follow one another; False: one is gone.
 
         While the part is locked, no other process changes an entry that has a chunk.
         """

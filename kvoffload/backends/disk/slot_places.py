@@ -96,68 +96,49 @@ class Places:
             at.segment.set_entry(at.slot, WRITING)
 
     @contextlib.contextmanager
-    def taken(self, name: Name) -> Iterator[At]:
-        """Hide a chunk and mark its slot as being written; if the rest fails, it is back.
-
-        Raises:
-            FileNotFoundError: the chunk is gone.
-        """
-        at = self.find(name)
-        with self.lock:
-            if self._places.pop(name, None) != at.place:
-                raise gone(name)
-        try:
-            with self.claimed(at, name[2:]) as entry:
-                if entry is not None:
-                    try:
-                        yield at
-                    except BaseException:
-                        with contextlib.suppress(OSError), self.lock:
-                            at.segment.set_entry(at.slot, entry)
-                        raise
-        except BaseException:
-            self._places.setdefault(name, at.place)
-            raise
-        if entry is None:
-            self._places.setdefault(name, at.place)
-            self.forget(name, at)
-            raise gone(name)
-
-    def take_run(self, names: Sequence[Name]) -> bool:
+    def taken(self, *names: Name) -> Iterator[At]:
         """Hide chunks of slots that follow one another, and mark the slots as being written.
 
-        False: nothing has changed, one of them may be gone. Raises OSError, too.
+        All of them or none; if the rest fails, they are back.
+
+        Raises:
+            FileNotFoundError: a chunk is gone.
         """
-        at, taken = self.find(names[0]), list[Name]()
-        is_taken = False
-        try:
+        at = self.find(names[0])
+        with contextlib.ExitStack() as claim, contextlib.ExitStack() as undo:
             with self.lock:
                 for i, name in enumerate(names):
-                    if self._places.get(name) != at.place + i * MOST_SEGMENTS:
-                        return False
+                    if self._places.get(name) != (place := at.after(i).place):
+                        raise gone(name)
+                    undo.callback(self._places.setdefault, name, place)
                     del self._places[name]
-                    taken.append(name)
-                keys = (name[2:] for name in names)
-                is_taken = at.segment.claim(at.slot, *keys) is not None
-            return is_taken
-        finally:
-            for i, name in enumerate(taken if not is_taken else ()):
-                self._places.setdefault(name, at.place + i * MOST_SEGMENTS)
+                entries = claim.enter_context(self.claimed(at, *(name[2:] for name in names)))
+            if entries is None:
+                if len(names) == 1:
+                    undo.pop_all()  # another process removed this one, and frees its slot
+                raise gone(names[0])
+            undo.callback(self._restore, at, entries)
+            yield at
+            undo.pop_all()
+
+    def _restore(self, at: At, entries: bytes) -> None:
+        with contextlib.suppress(OSError), self.lock:
+            at.segment.set_entry(at.slot, entries)
 
     @contextlib.contextmanager
-    def claimed(self, at: At, key: bytes) -> Iterator[bytes | None]:
-        """See :meth:`Segment.claim`; callers keep the chunk's name out of the places.
+    def claimed(self, at: At, *keys: bytes) -> Iterator[bytes | None]:
+        """See :meth:`Segment.claim`; callers keep the chunks' names out of the places.
 
-        Until the end no other thread takes the slot for one that a dead process was writing.
+        Until the end no other thread takes a slot for one that a dead process was writing.
         """
-        segment, slot, _ = at
+        segment, slots = at.segment, range(at.slot, at.slot + len(keys))
         with self.lock:
-            if (entry := segment.claim(slot, key)) is not None:
-                segment.freeing.append(slot)
+            if (entries := segment.claim(at.slot, *keys)) is not None:
+                segment.freeing += slots
         try:
-            yield entry
+            yield entries
         finally:
-            if entry is not None:
+            for slot in slots if entries is not None else ():
                 segment.freeing.remove(slot)
 
     def forget(self, name: Name, at: At) -> None:

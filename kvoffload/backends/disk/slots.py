@@ -2,7 +2,7 @@
 
 import contextlib
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from kvoffload.backends.disk.chunk_file import MOST_IN_RUN, PAGE, ChunkFiles, bytes_on_disk
@@ -148,24 +148,33 @@ class Slots:
         self.segments.enter(names, drafts[0].at, entries)
 
     def take_over_all(self, names: Sequence[Name], chunk_bytes: int) -> dict[Name, SlotDraft]:
-        find, slot_bytes, taken = self.segments.find, bytes_on_disk(chunk_bytes), {}
-        ordered = self.segments.in_order(names)
-        for run in self.segments.runs(ordered, MOST_IN_RUN):
-            part = ordered[run.start : run.stop]
-            with contextlib.suppress(OSError):
-                at = find(part[0])
-                suits = at.segment.is_own and at.segment.slot_bytes == slot_bytes
-                if suits and len(part) > 1 and self.segments.take_run(part):
-                    for i, name in enumerate(part):
+        taken, slot_bytes = dict[Name, SlotDraft](), bytes_on_disk(chunk_bytes)
+
+        def take(run: Sequence[Name]) -> None:
+            segment = self.segments.find(run[0]).segment
+            if segment.is_own and segment.slot_bytes == slot_bytes:
+                with self.segments.taken(*run) as at:
+                    for i, name in enumerate(run):
                         taken[name] = SlotDraft(self, at.after(i), overwrites=True)
-                    continue
-            for name in part:
-                with contextlib.suppress(OSError):
-                    segment = find(name).segment
-                    if segment.is_own and segment.slot_bytes == slot_bytes:
-                        with self.segments.taken(name) as at:
-                            taken[name] = SlotDraft(self, at, overwrites=True)
+
+        self._by_runs(names, MOST_IN_RUN, take)
         return taken
+
+    def _by_runs(
+        self, names: Iterable[Name], most: int, work: Callable[[Sequence[Name]], None]
+    ) -> None:
+        """Do work on chunks in slots that follow one another; one by one, if one of them is gone.
+
+        ``work`` may raise OSError: it has done nothing.
+        """
+        ordered = self.segments.in_order(names)
+        for run in self.segments.runs(ordered, most):
+            part = ordered[run.start : run.stop]
+            for each in (part, *([name] for name in part)):
+                with contextlib.suppress(OSError):
+                    work(each)
+                    if each is part:
+                        break
 
     def used_ns(self, name: Name) -> int:
         at = self.segments.find(name)
@@ -176,21 +185,14 @@ class Slots:
         return entry.used_ns
 
     def record_uses(self, uses: Mapping[Name, int]) -> None:
-        segments = self.segments
-        ordered = segments.in_order(uses)
-        for run in segments.runs(ordered, _MOST_USES):
-            part = ordered[run.start : run.stop]
-            keys, times = [name[2:] for name in part], [uses[name] for name in part]
-            with contextlib.suppress(OSError):
-                segment, slot, _ = segments.find(part[0])
-                if len(part) > 1 and segment.is_own:
-                    with segments.lock:
-                        if segment.set_used_all(slot, keys, times):
-                            continue
-            for name in part:
-                with contextlib.suppress(OSError):
-                    segment, slot, _ = segments.find(name)
-                    segment.set_used(slot, uses[name])
+        def record(run: Sequence[Name]) -> None:
+            segment, slot, _ = self.segments.find(run[0])
+            keys, times = [name[2:] for name in run], [uses[name] for name in run]
+            with self.segments.lock:
+                if not segment.set_used(slot, keys, times):
+                    raise gone(run[0])
+
+        self._by_runs(uses, _MOST_USES, record)
 
     def allocated_bytes(self, name: Name) -> int:
         try:
