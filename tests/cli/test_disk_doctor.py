@@ -45,7 +45,7 @@ def test_a_store_is_the_same_after_its_examination(root, words):
     if not words:
         assert found["space"]["verdict"] == "ok"
         assert found["io"]["detail"].startswith("auto: loads take ") or found["io"]["remedy"]
-        assert "2 MiB chunks" in found["throughput"]["detail"]
+        assert "chunks of 2.0 MiB" in found["throughput"]["detail"]
     elif "capacity=1MiB" in words:
         assert found["space"]["verdict"] == "warning"
         assert "evicts" in found["space"]["remedy"]

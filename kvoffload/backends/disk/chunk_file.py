@@ -221,11 +221,12 @@ def check(
     namespace: bytes,
     buffer: memoryview,
     cipher: Seal | None = None,
+    slot: range | None = None,
 ) -> tuple[str | None, int]:
     """Read an open chunk of any length in pieces of ``buffer``; raises OSError.
 
     Of a chunk that is plain or under other keys than those of ``cipher``, only header and length
-    are checked.
+    are checked. ``slot``: the part of the file in which the chunk is; None: it is the whole file.
 
     Returns:
         Why loads miss it, if they do, and the bytes read.
@@ -233,24 +234,30 @@ def check(
     facts = vfs.fstat(fd)
     if (strange := strangeness(facts)) is not None:
         return strange, 0
-    read = vfs.preadv(fd, [buffer[:PAGE]], 0)
+    start = slot.start if slot else 0
+    read = vfs.preadv(fd, [buffer[:PAGE]], start)
     header = parse_header(buffer[:read])
-    reason = mismatch(header, key, namespace, facts.st_size - PAGE)
+    payload_bytes = facts.st_size - PAGE
+    if slot and isinstance(header, Header):
+        payload_bytes = min(header.payload_bytes, len(slot) - PAGE)
+    reason = mismatch(header, key, namespace, payload_bytes)
     if reason is None and isinstance(header, Header):
         if (running := begin_check(buffer[:PAGE], header, cipher)) is None:
             return OTHER_KEY, read
-        while piece := vfs.preadv(fd, [buffer], read):
+        end = PAGE + payload_bytes
+        while piece := vfs.preadv(fd, [buffer[: end - read]], start + read) if read < end else 0:
             running.update(buffer[:piece])
             read += piece
-        if read != facts.st_size:
+        if read != end:
             reason = "short"
         elif not running.is_whole():
             reason = "payload"
     if reason is None:
         return None, read
     # As for loads, a file that is too short or too long has the wrong size.
-    wrong_size = reason == "length" or (reason == "short" and facts.st_size < PAGE)
-    return counted_as("size" if wrong_size else reason), read
+    if not slot and (reason == "length" or (reason == "short" and facts.st_size < PAGE)):
+        reason = "size"
+    return counted_as("short" if reason == "length" else reason), read
 
 
 def bytes_on_disk(chunk_bytes: int) -> int:

@@ -13,26 +13,10 @@ from kvoffload.backends.disk.chunk_file import (
 )
 from kvoffload.backends.disk.segment import Segment
 from kvoffload.backends.disk.vfs import Vfs
-from kvoffload.backends.header import counted_as, parse_header
-from kvoffload.backends.seals import Seal, fault_by_check
+from kvoffload.backends.header import counted_as
 
 _WRITEBACK_BYTES = 1 << 20
 """The kernel is told to write what has gathered in so large parts: each call takes time."""
-
-
-def fault_of(
-    content: memoryview, key: bytes, namespace: bytes, cipher: Seal | None = None
-) -> str | None:
-    """Return why loads miss the chunk that is the content of a slot, if they do.
-
-    Of a chunk that is plain or under other keys than those of ``cipher``, only header and length
-    are checked.
-    """
-    header, rest = content[:PAGE], content[PAGE:]
-    payload = rest[: getattr(parse_header(header), "payload_bytes", 0)]
-    reason = fault_by_check(cipher, header, payload, key, namespace)
-    reason = "short" if reason == "length" else reason
-    return None if reason is None else counted_as(reason)
 
 
 def probe_holes(vfs: Vfs, scratch: str) -> str | None:

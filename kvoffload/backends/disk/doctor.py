@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from kvoffload.backends.admin import SLOW_BYTES_PER_S, Finding, first_of, measure
+from kvoffload.backends.admin import Finding, first_of, throughput
 from kvoffload.backends.blocking_pool import run_once
 from kvoffload.backends.disk import limits as disk_limits
 from kvoffload.backends.disk import locks
@@ -46,6 +46,8 @@ _ENGINE_SETTINGS = (
 """Settings of an engine that the measured store uses as well."""
 _SHARED = ("nfs", "nfs4", "cifs", "smb3", "ceph", "lustre", "gpfs", "fuse")
 _IN_MEMORY = ("tmpfs", "ramfs")
+_IF_FAILED = "see the log for the reason"
+_IF_SLOW = "recomputation may be faster than this device"
 
 
 async def diagnose(root: str, settings: Mapping[str, Any]) -> list[Finding]:
@@ -225,7 +227,7 @@ async def _measured(root: str, given: Mapping[str, Any]) -> list[Finding]:
     backend = None
     try:
         backend = await run_once(open_backend, "disk", settings, "kvoffload-doctor")
-        measured = await measure(backend)
+        measured = await throughput(backend, [], _IF_FAILED, _IF_SLOW)
     except ConfigError as error:
         return [Finding("throughput", "failed", str(error), "see what the error says")]
     finally:
@@ -235,8 +237,6 @@ async def _measured(root: str, given: Mapping[str, Any]) -> list[Finding]:
     why_files = getattr(backend, "why_no_slots", "unknown")
     mode, reason = getattr(backend, "io_mode", "unknown"), getattr(backend, "io_reason", None)
     room = getattr(backend, "room", None)
-    (refused, stored_per_s), (missed, loaded_per_s) = measured
-    rates = f"stores {human_bytes(stored_per_s)}/s, loads {human_bytes(loaded_per_s)}/s"
     return [
         first_of(
             "io",
@@ -254,12 +254,5 @@ async def _measured(root: str, given: Mapping[str, Any]) -> list[Finding]:
              "stop that engine: it neither counts nor evicts chunks in slots"),
             (True, "ok", "in slots of segments: parts of a file can be freed here", ""),
         ),
-        first_of(
-            "throughput",
-            (refused or missed, "failed", "a chunk was refused or missed",
-             "see the log for the reason"),
-            (min(stored_per_s, loaded_per_s) < SLOW_BYTES_PER_S, "warning",
-             f"{rates}, 2 MiB chunks", "recomputation may be faster than this device"),
-            (True, "ok", f"{rates}, 2 MiB chunks", ""),
-        ),
+        *measured,
     ]  # fmt: skip

@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 from kvoffload.backends.disk import limits as disk_limits
 from kvoffload.backends.disk import manifest, paths
 from kvoffload.backends.disk.chunk_file import PAGE, check, reason_of
-from kvoffload.backends.disk.chunk_slot import fault_of
 from kvoffload.backends.disk.descriptors import Descriptors
 from kvoffload.backends.disk.limits import Limits
 from kvoffload.backends.disk.locks import (
@@ -232,63 +231,48 @@ class DiskInspector:
         self, chunk: Chunk, buffer: memoryview, cipher: Seal | None = None
     ) -> tuple[str | None, int]:
         """Read a chunk in pieces of ``buffer``; return why loads miss it, and bytes read."""
-        if isinstance(chunk, ChunkSlot):
-            return self._verify_slot(chunk, buffer, cipher)
+        key, namespace = chunk.key, bytes.fromhex(chunk.namespace)
         try:
-            fd = self._open(chunk.path)
+            with self._opened(chunk) as (fd, slot):
+                reason, read = check(self.vfs, fd, key, namespace, buffer, cipher, slot)
+                if isinstance(chunk, ChunkSlot):
+                    is_there = chunk.is_there()
+                else:
+                    is_there = is_at(self.vfs, fd, chunk.path)
+                if not is_there:  # another one may have its place by now
+                    return "missing", read
         except OSError as error:
             self._refuse_foreign(chunk.path, error)
             return reason_of(error), 0
-        try:
-            namespace = bytes.fromhex(chunk.namespace)
-            reason, read = check(self.vfs, fd, chunk.key, namespace, buffer, cipher)
-            if not is_at(self.vfs, fd, chunk.path):  # it may hold another chunk by now
-                return "missing", read
-        except OSError as error:
-            return reason_of(error), 0
-        finally:
-            self.vfs.close_quietly(fd)
-        is_misplaced = chunk.path.split("/")[-2] != shard_of(chunk.key)
+        is_misplaced = slot is None and chunk.path.split("/")[-2] != shard_of(key)
         return ("corrupt_key" if reason is None and is_misplaced else reason), read
-
-    def _verify_slot(
-        self, chunk: ChunkSlot, buffer: memoryview, cipher: Seal | None
-    ) -> tuple[str | None, int]:
-        size, offset = chunk.allocated_bytes, chunk.slot * chunk.allocated_bytes
-        try:
-            content = buffer[:size] if len(buffer) >= size else memoryview(bytearray(size))
-            slots = chunk.segment.slots(direct=False, to_read=True)
-            read = self.vfs.preadv(slots.fd, [content], offset)
-            reason = fault_of(content[:read], chunk.key, bytes.fromhex(chunk.namespace), cipher)
-            if reason is not None and not chunk.is_there():
-                return "missing", read
-        except OSError as error:
-            return reason_of(error), 0
-        return reason, read
 
     def header(self, chunk: Chunk) -> Header | str:
         """Return a chunk's header, or why there is none."""
         page = memoryview(bytearray(PAGE))
         try:
-            if isinstance(chunk, ChunkSlot):
-                slots = chunk.segment.slots(direct=False, to_read=True)
-                read = self.vfs.preadv(slots.fd, [page], chunk.slot * chunk.allocated_bytes)
-                return parse_header(page[:read])
-            fd = self._open(chunk.path)
-            try:
-                return parse_header(page[: self.vfs.preadv(fd, [page], 0)])
-            finally:
-                self.vfs.close_quietly(fd)
+            with self._opened(chunk) as (fd, slot):
+                return parse_header(page[: self.vfs.preadv(fd, [page], slot.start if slot else 0)])
         except OSError as error:
             self._refuse_foreign(chunk.path, error)
             return reason_of(error)
 
-    def _open(self, path: str) -> int:
+    @contextlib.contextmanager
+    def _opened(self, chunk: Chunk) -> Iterator[tuple[int, range | None]]:
+        """Open the file of a chunk, and tell in which part of it the chunk is; raises OSError."""
+        if isinstance(chunk, ChunkSlot):
+            file, size = chunk.segment.slots(direct=False, to_read=True), chunk.allocated_bytes
+            yield file.fd, range(chunk.slot * size, (chunk.slot + 1) * size)
+            return
         try:
-            return self.vfs.open(path, os.O_RDONLY | getattr(os, "O_NOATIME", 0))
+            fd = self.vfs.open(chunk.path, os.O_RDONLY | getattr(os, "O_NOATIME", 0))
         except PermissionError:
             # Only the owner may read without a change of the access time.
-            return self.vfs.open(path, os.O_RDONLY)
+            fd = self.vfs.open(chunk.path, os.O_RDONLY)
+        try:
+            yield fd, None
+        finally:
+            self.vfs.close_quietly(fd)
 
     # ---- removal: each method returns the bytes freed, and raises OSError ------------------
 
