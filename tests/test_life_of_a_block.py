@@ -13,6 +13,7 @@ import torch
 from kvoffload.connectors.local import LocalConnector
 from kvoffload.offload.base import Reason
 from tests.support.disk_chunks import stored_in
+from tests.support.manager_check import check
 
 BLOCK_SIZE = 4  # tokens in a GPU block
 BLOCKS_PER_CHUNK = 2
@@ -102,7 +103,7 @@ def test_the_life_of_a_block(settings, kv_caches, new_kv_caches, new_request, un
     (promoted,) = connector.take_events()
     assert (promoted.medium, len(promoted.keys)) == ("CPU", 5)
     assert connector.stats()["host_chunks_busy"] == 0
-    connector.check()
+    check(connector)
     connector.close()
 
 
@@ -125,5 +126,5 @@ def test_a_damaged_chunk_is_a_miss_and_the_good_prefix_is_kept(
     assert (outcome.num_loaded_tokens, outcome.ok) == (16, False)
     # The chunk is forgotten before the outcome is told: asking again promises 16, not 40.
     assert promised(connector, request) == 16
-    connector.check()
+    check(connector)
     connector.close()

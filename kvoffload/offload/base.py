@@ -362,10 +362,6 @@ class Manager(Protocol):
     def resident(self) -> int:
         """Chunks loadable from host memory."""
 
-    @abstractmethod
-    def check(self) -> None:
-        """Raise UsageError if the manager contradicts itself; for tests, O(host slots)."""
-
 
 class OffloadingManager(Manager, ABC):
     """The contract of engines that name no jobs: the same by keys.

@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from itertools import chain, islice
 from operator import attrgetter, indexOf
 
-from kvoffload.errors import UsageError
 from kvoffload.messages import OffloadKey
 from kvoffload.metrics.names import QUEUE_CHUNKS
 from kvoffload.metrics.samples import Registry
@@ -384,44 +383,6 @@ class Claims:
         self.gone.clear()
         self.held_bytes, self._limit_bytes = 0, self.share_bytes
         self.too_large = None
-
-    # ---- self-check ----
-
-    def check(self, requests: Collection[QueuedRequest]) -> None:
-        """Raise UsageError if the claims of these requests contradict host memory; for tests."""
-        host, uses = self._host, dict[OffloadKey, int]()
-        claimants = [*requests, *self.leaving]
-        for key in chain.from_iterable(each.keys[: each.num_kept] for each in claimants):
-            uses[key] = uses.get(key, 0) + 1
-        held = host.bytes_of_all(list(uses))
-        of_tenants = [tenant.held_bytes for tenant in self.tenants.values()]
-        for broken, what in (
-            (uses.keys() != host.claims.keys(), "queued requests claim what is kept"),
-            (
-                not all(host.is_ready(key) or host.is_coming(key) for key in {*uses} - self.gone),
-                "claimed chunks are in host memory, on their way to it, or noted as gone",
-            ),
-            (
-                not uses.keys() >= self.gone or any(map(host.is_ready, self.gone)),
-                "chunks that are gone have claims, and are not in host memory",
-            ),
-            (
-                {key: n - 1 for key, n in uses.items() if n > 1} != self._more,
-                "shared claims are counted",
-            ),
-            (held != self.held_bytes, "the bytes of claimed chunks are counted"),
-            (held > self.share_bytes, "claims keep to their share"),
-            (
-                self.too_large is None and max(of_tenants, default=0) > self._tenant_limit(),
-                "a tenant keeps to its limit",
-            ),
-            (
-                self._claimants != sorted(each for each in requests if each.num_kept),
-                "requests with claims are listed",
-            ),
-        ):
-            if broken:
-                raise UsageError(f"the queue is inconsistent: not true that {what}")
 
 
 def _leading(place: Collection[OffloadKey], keys: Sequence[OffloadKey]) -> int:

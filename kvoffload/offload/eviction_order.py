@@ -65,11 +65,6 @@ class EvictionOrder:
         """Chunks of a priority above 0."""
         return self._priorities.num_above if self._priorities is not None else 0
 
-    @property
-    def marked(self) -> Collection[bytes]:
-        """The chunks that have a priority other than 0."""
-        return self._priorities.marked if self._priorities is not None else ()
-
     def prioritise(self, keys: Sequence[bytes], priority: int) -> None:
         """Give chunks about to be stored a priority, which is not 0; see :class:`PriorityPolicy`.
 
@@ -110,12 +105,3 @@ class EvictionOrder:
             self._kept.normal = order
         else:
             self.policy = order
-
-    # ---- self-check ----
-
-    def miscounts(self, claimed: Sequence[bytes]) -> bool:
-        """Whether not these are kept, or the policy orders one of them; for tests."""
-        kept = self._kept
-        if kept is None:
-            return bool(claimed)
-        return kept.num_kept != len(claimed) or any(key in kept.normal for key in claimed)

@@ -320,26 +320,3 @@ class ExtentCache(HostCache):
         for key, slot in self.evictable.items():
             self._unready(key, slot)
             self._put(slot)
-
-    # ---- self-check ----
-
-    def _adds_up(self) -> bool:
-        for size in self._sizes:
-            if size.num_free != sum(map(len, size.free.values())):
-                return False
-            if size.num_extents != sum(owner is size for owner in self._owner):
-                return False
-        free = [slot for size in self._sizes for slots in size.free.values() for slot in slots]
-        owned = [
-            extent * self._extent_rows + i * owner.rows
-            for extent, owner in enumerate(self._owner)
-            if owner is not None
-            for i in range(owner.per_extent)
-        ]
-        unowned = [extent for extent, owner in enumerate(self._owner) if owner is None]
-        del unowned[: self._first_extent]
-        return (
-            sorted([*free, *set(self._uses())]) == sorted(owned)
-            and sorted(self._unowned) == unowned
-            and self._key_in == {slot: key for key, slot in self.ready()}
-        )

@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from itertools import chain, filterfalse, repeat
 from typing import Any, cast
 
-from kvoffload.errors import UsageError
 from kvoffload.messages import OffloadKey
 from kvoffload.offload.eviction_order import EvictionOrder
 from kvoffload.offload.job import forgotten
@@ -441,47 +440,3 @@ class HostCache:
 
     def _free_evictable(self) -> None:
         self._free.extend(self.evictable.values())
-
-    # ---- self-check ----
-
-    def check(self) -> None:
-        """Raise UsageError if the cache contradicts itself; for tests, O(slots)."""
-        idle, order = self.evictable, self.order.policy
-        claimed = [key for key in idle if key in self.claims]
-        here = {*idle, *self.pinned, *self.incoming}
-        for broken, what in (
-            (not self._adds_up(), "every slot is in exactly one place"),
-            (len(order) != len(idle), "the policy orders exactly the evictable chunks"),
-            (any(key not in order for key in idle), "evictable chunks are in the order"),
-            (self.order.miscounts(claimed), "claimed chunks are out of the policy's order"),
-            (not idle.keys().isdisjoint(self.pinned), "a pinned chunk is not evictable"),
-            (not self._more_uses.keys() <= self.pinned.keys(), "chunks in use are pinned"),
-            (not here.issuperset(self.order.marked), "only chunks in host memory have a priority"),
-            (not self._tenants_add_up(), "each chunk on its way or in host memory has a tenant"),
-            (not self._turns_add_up(), "only chunks that take turns share a slot"),
-        ):
-            if broken:
-                raise UsageError(f"the host cache is inconsistent: not true that {what}")
-
-    def _tenants_add_up(self) -> bool:
-        places = {*self.evictable, *self.pinned, *self.incoming, *self.fetching}
-        return self._tenants is None or self._tenants.of.keys() == places
-
-    def _turns_add_up(self) -> bool:
-        uses = Counter(self._uses())
-        return self.turns <= uses and all(uses[i] == max(1, self.turns[i]) for i in uses)
-
-    def _uses(self) -> list[int]:
-        """List the slots of all chunks, from all places they may be in."""
-        places: list[Iterable[int]] = [
-            self.evictable.values(),
-            self.pinned.values(),
-            self.incoming.values(),
-            self.fetching.values(),
-            (orphan.slot for orphan in self._orphans.values()),
-            (slot for slot, uses in self._abandoned.items() for key in uses if key is None),
-        ]
-        return [slot for place in places for slot in place]
-
-    def _adds_up(self) -> bool:
-        return sorted([*self._free, *set(self._uses())]) == list(self._slots)

@@ -495,7 +495,7 @@ class TieredOffloadingManager(OffloadingManager):
             request = req_context or NO_REQUEST
             self.returns.ended(keys, hints, request.req_id, request.tenant)
 
-    # ---- self-check ----
+    # ---- figures ----
 
     @property
     def busy_slots(self) -> int:
@@ -504,8 +504,3 @@ class TieredOffloadingManager(OffloadingManager):
     @property
     def resident(self) -> int:
         return self._host.num_ready
-
-    def check(self) -> None:
-        self._host.check()
-        self.waiting.check()
-        self._retirement.check()

@@ -104,10 +104,6 @@ class OrdersBySize(EvictionOrder):
         for order, mine in split(keys, self._order_of).items():
             order.let_go(mine)
 
-    @property
-    def marked(self) -> Collection[bytes]:
-        return {key for order in self._rows for key in order.marked}
-
     def prioritise(self, keys: Sequence[bytes], priority: int) -> None:
         for order, mine in split(keys, self._order_of).items():
             most = self._rows_left() // self._rows[order] if priority > 0 else len(mine)
@@ -126,7 +122,3 @@ class OrdersBySize(EvictionOrder):
             claims = {order: order.returns(share, now_s) for order in self._rows}
             self._by_return = _ReturnsBySize(self._order_of, claims)
         return self._by_return
-
-    def miscounts(self, claimed: Sequence[bytes]) -> bool:
-        parts = split(claimed, self._order_of)
-        return any(order.miscounts(parts.get(order, ())) for order in self._rows)

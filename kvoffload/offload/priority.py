@@ -1,7 +1,7 @@
 """Priorities over any policy: chunks of a lower priority leave first, however they were used."""
 
 from collections import OrderedDict
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import repeat
 
 from kvoffload.policies.base import Policy
@@ -30,11 +30,6 @@ class PriorityPolicy:
         self._orders: dict[int, OrderedDict[bytes, None]] = {}
         self.num_above = 0
         """Chunks of a priority above 0."""
-
-    @property
-    def marked(self) -> Collection[bytes]:
-        """The chunks that have a priority other than 0."""
-        return self._priority.keys()
 
     def mark(self, keys: Iterable[bytes], priority: int) -> None:
         """Give chunks a priority; none has one or is in the order."""

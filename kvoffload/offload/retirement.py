@@ -4,7 +4,6 @@ from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from kvoffload.errors import UsageError
 from kvoffload.messages import OffloadKey
 from kvoffload.offload.host_cache import HostCache
 from kvoffload.offload.tiers import WriteThrough
@@ -98,11 +97,3 @@ class Retirement:
         """Forget all ended requests."""
         self._in_flight.clear()
         self._num_listed = 0
-
-    def check(self) -> None:
-        """Raise UsageError if a chunk is waited for that is not in flight; for tests."""
-        if self._not_in_flight(self._in_flight):
-            raise UsageError("the manager waits for a transfer that has ended")
-        lists = {id(ended): len(ended.chunks) for ended in self._in_flight.values()}
-        if sum(lists.values()) != self._num_listed:
-            raise UsageError("the manager miscounts the lists of ended requests")

@@ -308,12 +308,8 @@ class WaitingQueue:
             self._unfinished = in_order(self._unfinished, filter(self._is_here, tenant.full))
             tenant.full = []
 
-    # ---- figures, self-check ----
+    # ---- figures ----
 
     def _samples(self) -> Iterator[Sample]:
         yield QUEUE_REQUESTS, (), len(self.requests)
         yield QUEUE_KEPT_BYTES, (), self.claims.held_bytes
-
-    def check(self) -> None:
-        """Raise UsageError if the queue contradicts itself or host memory; for tests."""
-        self.claims.check(self.requests.values())

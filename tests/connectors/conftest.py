@@ -9,6 +9,7 @@ import kvoffload
 from kvoffload import registry
 from kvoffload.connectors.local import LocalConnector
 from kvoffload.testing import FaultyBackend
+from tests.support.manager_check import check
 
 BOTH = (
     "test_local",
@@ -57,7 +58,7 @@ def connect(kv_caches):
     yield make
     for connector in made:
         connector.close()
-        connector.check()
+        check(connector)
 
 
 @pytest.fixture

@@ -18,6 +18,7 @@ from kvoffload.core.interface import (
     SlidingWindowSpec,
 )
 from kvoffload.errors import ConfigError, UsageError
+from tests.support.manager_check import check
 
 BLOCKS, OTHERS = list(range(5, 13)), list(range(20, 28))
 
@@ -127,7 +128,7 @@ def test_a_wrong_table_is_refused_before_anything_is_counted(connector, new_requ
     connector.update_state_after_alloc(request, [OTHERS], 32)
     assert connector.flush()
     assert connector.poll()[0].ok
-    connector.check()
+    check(connector)
 
 
 SHAPE = {"block_size": 2, "num_kv_heads": 1, "head_size": 8, "dtype": torch.float16}

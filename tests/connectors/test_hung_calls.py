@@ -8,6 +8,7 @@ import pytest
 from kvoffload import registry
 from kvoffload.backends.memory import MemoryBackend, MemoryOptions
 from kvoffload.connectors.local import LocalConnector
+from tests.support.manager_check import check
 from tests.support.random_model.sums import tables
 
 BLOCK, CHUNKS, SLOTS = 4, 8, 64
@@ -111,7 +112,7 @@ def test_a_tier_whose_writes_hang_keeps_its_share_and_the_other_tier_stores(
     assert connector.stats()["stores_dropped"]["cpu"]["no_room"] == 0
     hung.released.set()
     until(lambda: connector.flush() and not busy(connector))
-    connector.check()
+    check(connector)
 
 
 def test_a_tier_whose_reads_hang_keeps_half_of_host_memory_until_they_return(
@@ -131,7 +132,7 @@ def test_a_tier_whose_reads_hang_keeps_half_of_host_memory_until_they_return(
     assert connector.stats()["stores_dropped"]["cpu"]["no_room"] == 0
     hung.released.set()
     until(lambda: connector.flush() and not busy(connector))
-    connector.check()
+    check(connector)
 
 
 def test_a_tier_that_hangs_while_it_reads_for_the_queue_keeps_a_part_and_goes_on_later(
@@ -165,7 +166,7 @@ def test_a_tier_that_hangs_while_it_reads_for_the_queue_keeps_a_part_and_goes_on
         connector.request_finished(request)
     assert connector.stats()["queue_kept_bytes"] == 0
     until(lambda: connector.flush() and not busy(connector))
-    connector.check()
+    check(connector)
 
 
 def begin_all(connector, new_request, names):

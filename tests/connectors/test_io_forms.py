@@ -7,6 +7,7 @@ import torch
 
 from kvoffload.offload import promises
 from kvoffload.testing import Plan
+from tests.support.manager_check import check
 from tests.support.planned_store import Process
 
 BLOCK = 4
@@ -74,7 +75,7 @@ def test_a_prompt_comes_back_byte_for_byte(
     for t, original in zip(kv_caches.tensors, originals, strict=True):
         assert torch.equal(t.tensor[LOADED[:20]], original)
     assert connector.flush()
-    connector.check()
+    check(connector)
     stats = connector.stats()
     assert stats["tier_gauges"][kind]["chunks"] == 50
     assert stats["resident_bytes"][kind] > 0
@@ -110,7 +111,7 @@ def test_a_failed_load_is_not_promised_again_and_frees_its_slots(
     assert connector.stats()["transfer_failures"][reason] > 0
     planned.set()
     until(lambda: connector.poll() or not connector.stats()["host_chunks_busy"])
-    connector.check()
+    check(connector)
 
 
 def load(connector, request, until):

@@ -8,6 +8,7 @@ from kvoffload.messages import TransferResult, make_offload_key
 from kvoffload.offload.host_cache import HostCache
 from kvoffload.offload.manager import TieredOffloadingManager
 from kvoffload.policies.lru import LRUPolicy
+from tests.support.manager_check import check
 
 KEYS = [make_offload_key(bytes([i]) * 32, 0) for i in range(3)]
 ID = 77
@@ -62,7 +63,7 @@ def test_slots_of_failed_chunks_stay_out_of_use_until_all_ranks_are_settled(mana
     jobs.settle(ID)
     assert manager.busy_slots == 0
     assert manager.counters["unexpected_release"] == 0
-    manager.check()
+    check(manager)
 
 
 def test_all_slots_of_an_unsettled_write_through_stay_out_of_use():
@@ -102,7 +103,7 @@ def test_an_answer_to_an_unknown_job_is_counted_and_changes_nothing(manager, cap
     assert answer(jobs, ID, (False, False, False)) is None  # the second time
     assert manager.counters["unexpected_completion"] == 2
     assert [manager.lookup(key) for key in KEYS] == [True] * 3
-    manager.check()
+    check(manager)
 
 
 def test_an_answer_of_the_wrong_length_fails_all_chunks(manager):

@@ -11,6 +11,7 @@ from kvoffload import registry
 from kvoffload.testing import Plan
 from kvoffload.transfer.base import CopyFence
 from kvoffload.transfer.cpu.copier import CpuCopier
+from tests.support.manager_check import check
 
 BLOCK = 4
 
@@ -71,7 +72,7 @@ def test_a_store_that_always_fails_loses_nothing_but_hits(connect, new_request, 
     push_out(connector, new_request)
     assert connector.get_num_new_matched_tokens(request, 0) == 0
     assert connector.stats()["transfer_failures"]["error"] > 0
-    connector.check()
+    check(connector)
 
 
 def test_a_request_aborted_while_loading_keeps_its_blocks_until_told(
@@ -88,7 +89,7 @@ def test_a_request_aborted_while_loading_keeps_its_blocks_until_told(
     assert connector.request_finished(request) is True  # told again, named once
     (outcome,) = until(connector.poll)
     assert outcome.request_id == "p"
-    connector.check()
+    check(connector)
 
 
 def test_a_request_whose_load_has_ended_may_free_its_blocks_at_once(connect, new_request, until):
@@ -297,7 +298,7 @@ def test_a_load_that_outlives_the_wait_of_a_reset_brings_nothing(
     assert (outcome.num_loaded_tokens, outcome.ok) == (0, False)
     store(connector, new_request("q", 41))
     assert load(connector, new_request("q", 41), range(20, 31), until).ok  # of after the reset
-    connector.check()
+    check(connector)
 
 
 def test_a_shutdown_says_how_many_transfers_it_did_not_wait_for(

@@ -32,6 +32,7 @@ from kvoffload.messages import (
 )
 from kvoffload.testing import Plan
 from tests.support.block_checks import needed_tokens
+from tests.support.manager_check import check
 
 DIGEST = 8
 STATE = 5000  # states take larger slots than the blocks of attention here
@@ -232,7 +233,7 @@ def engine():
     yield make
     for each in made:
         each.connector.close()
-        each.connector.check()
+        check(each.connector)
 
 
 @pytest.mark.parametrize("per_chunk", [1, 2])
@@ -271,7 +272,7 @@ def test_random_prompts_over_a_small_host_memory_and_a_faulty_tier(engine, model
             served.connector.flush()
         fault = rng.choice(["miss", "short", "raise", None, None, None, None])
         faults[:] = [Plan(fault, frozenset({"read"}))] if fault else []
-        served.connector.check()
+        check(served.connector)
     assert served.loaded, "nothing was ever loaded"
 
 

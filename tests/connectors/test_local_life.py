@@ -12,6 +12,7 @@ from kvoffload.offload.manager import TieredOffloadingManager
 from kvoffload.replay.trace import read_trace
 from kvoffload.testing import Plan
 from kvoffload.transfer.cpu.copier import CpuCopier
+from tests.support.manager_check import check
 
 FACTS = {"model": "m", "weights": "w", "dtype": "float32"}
 BLOCK, PAYLOAD = 4, 2 * (256 + 256 + 64)
@@ -86,7 +87,7 @@ def test_a_copy_that_fails_leaves_its_slots_free_and_its_chunks_to_the_next_stor
     with monkeypatch.context() as patched:
         patched.setattr(CpuCopier, "_copy", fails)
         store(connector, new_request("p", 41))
-    connector.check()
+    check(connector)
     stats = connector.stats()
     assert (stats["host_chunks_busy"], stats["host_chunks"]) == (0, 0)
     assert stats["stores_dropped"]["cpu"]["failed"] == 5
@@ -165,7 +166,7 @@ def test_an_explanation_leaves_no_state_of_its_request(connect, new_request):
 
 def test_a_contradiction_in_the_manager_is_raised(connect, monkeypatch):
     connector = connect()
-    connector.check()
+    check(connector)
 
     def contradiction(self):
         raise UsageError("two and two are five")
@@ -173,7 +174,7 @@ def test_a_contradiction_in_the_manager_is_raised(connect, monkeypatch):
     with monkeypatch.context() as patched:
         patched.setattr(TieredOffloadingManager, "check", contradiction)
         with pytest.raises(UsageError, match="five"):
-            connector.check()
+            check(connector)
 
 
 def test_host_memory_of_exactly_one_chunk_will_do_and_less_is_refused(connect, new_request, until):

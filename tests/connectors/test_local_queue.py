@@ -9,6 +9,7 @@ import torch
 
 from kvoffload.connectors.local import LocalConnector
 from kvoffload.offload import waiting
+from tests.support.manager_check import check
 
 BLOCK, CHUNK = 4, 8
 PROMPT = 5 * CHUNK + 1
@@ -94,7 +95,7 @@ def test_a_queued_prompt_comes_from_disk_before_its_turn(
     assert connector.stats()["queue_chunks"]["read_in_vain"] == 0
     assert connector.stats()["queue_requests"] == 0
     connector.request_finished(wanted)
-    connector.check()
+    check(connector)
 
 
 @pytest.mark.parametrize("end", ["finished", "preempted", "admitted without a load"])
@@ -132,7 +133,7 @@ def test_what_a_long_prompt_kept_ends_while_it_runs_though_none_waits(
         kept.append(connector.stats()["queue_kept_bytes"] // SLOT_BYTES)
         connector.poll()
     assert kept == [2, 4, 5, 5, 3, 1, 0]
-    connector.check()
+    check(connector)
 
 
 def test_a_preempted_request_keeps_before_those_that_came_later(connect, new_request, kv_caches):
@@ -152,7 +153,7 @@ def test_a_preempted_request_keeps_before_those_that_came_later(connect, new_req
     for request in (preempted, waits):
         connector.request_finished(request)
     assert connector.stats()["queue_kept_bytes"] == 0
-    connector.check()
+    check(connector)
 
 
 def test_a_request_that_may_load_nothing_keeps_nothing(connect, new_request, kv_caches):
@@ -282,12 +283,12 @@ def test_requests_that_share_a_name_get_each_its_own_chunks(
     assert outcome.ok
     for t, expected in zip(kv_caches.tensors, truth, strict=True):
         assert torch.equal(t.tensor[OTHERS][:10], expected[:10])
-    connector.check()
+    check(connector)
     for request in (other, wanted):
         connector.request_finished(request)
     assert connector.stats()["queue_requests"] == 0
     assert connector.stats()["queue_kept_bytes"] == 0
-    connector.check()
+    check(connector)
 
 
 def test_a_prompt_whose_last_tokens_were_replaced_is_named_anew(
@@ -308,4 +309,4 @@ def test_a_prompt_whose_last_tokens_were_replaced_is_named_anew(
         assert torch.equal(t.tensor[OTHERS][:10], expected[:10])
     connector.request_finished(session)
     assert connector.stats()["queue_kept_bytes"] == 0
-    connector.check()
+    check(connector)

@@ -7,6 +7,8 @@ from itertools import combinations
 import pytest
 import torch
 
+from tests.support.manager_check import check
+
 BLOCK, CHUNK = 4, 8
 PROMPT = 4 * CHUNK + 1
 STORED, TABLES = range(1, 10), (list(range(10, 19)), list(range(20, 29)))
@@ -103,7 +105,7 @@ class Sharers:
         assert self.connector.poll() == []
         for (who, i), foreign in self.foreign.items():
             assert torch.equal(self.tensors[i][TABLES[who]], foreign), "written after it was freed"
-        self.connector.check()
+        check(self.connector)
 
 
 def stored(connector, kv_caches, request, seed):

@@ -9,6 +9,7 @@ from until import wait
 from kvoffload.connectors.local import LocalConnector
 from kvoffload.errors import ConfigError
 from kvoffload.testing import Plan
+from tests.support.manager_check import check
 
 BLOCK = 4
 SLOT = 4096
@@ -49,7 +50,7 @@ def begin_load(connector, request, blocks):
 def at_rest(connector):
     """Nothing is in flight, and nothing stays once reads that are late have ended."""
     assert connector.flush()
-    connector.check()
+    check(connector)
 
     def is_empty():
         connector.flush()

@@ -13,6 +13,7 @@ from kvoffload.backends.redis import admin
 from kvoffload.demo import Engine, SamplingParams
 from kvoffload.io import remote_tier
 from tests.support import redis_server
+from tests.support.manager_check import check
 from tests.support.planned_store import Process
 
 BLOCK, CHUNKS = 4, 10
@@ -152,7 +153,7 @@ def test_clears_beside_a_queue_change_no_output_and_leave_nothing(run, lookup, u
         clear(*words, "--yes")
     assert answer.get(timeout=60) == told * 8
     assert in_time, "no clear came while a request kept chunks"
-    engine.begin(lambda: connector.flush() or connector.check()).get(timeout=60)
+    engine.begin(lambda: connector.flush() or check(connector)).get(timeout=60)
     until(lambda: not connector.stats()["host_chunks_busy"])
     assert kept() == 0
     assert clear("--yes") == ["cpu", "planned"]
@@ -192,7 +193,7 @@ def test_outputs_stay_right_while_tiers_are_emptied(run):
         done.set()
         emptying.join()
     assert len(cleared) > 2
-    engine.begin(engine.engine.connector.check).get(timeout=60)
+    engine.begin(lambda: check(engine.engine.connector)).get(timeout=60)
 
 
 def test_two_clears_at_once_are_both_done(run, lookup, until):

@@ -11,6 +11,7 @@ from kvoffload.offload.base import (
     make_offload_key,
 )
 from kvoffload.offload.tiers import Presence
+from tests.support.manager_check import check
 
 PROMPTS, LENGTH = 4, 6
 # Every other prompt is of a KV cache group of its own, whose chunks may be larger.
@@ -70,7 +71,7 @@ class ManagerTruth:
     """Checks the manager against a plain model, whose attributes a walk sets."""
 
     def check(self):
-        self.manager.check()
+        check(self.manager)
         host = self.manager._host
         assert not (self.staging and host.num_ready), "a chunk stays in host memory"
         used = 0

@@ -12,6 +12,7 @@ from kvoffload.offload.coming_sessions import LATE_S, LEAST_LEAD_S
 from kvoffload.offload.hints import Hints
 from kvoffload.offload.host_cache import HostCache
 from kvoffload.policies import return_order
+from tests.support.manager_check import check
 
 
 @pytest.fixture
@@ -31,7 +32,7 @@ def request(manager, name, chunks, **told):
     context = ReqContext(name, {"kvoffload": told} if told else None)
     manager.touch(chunks, context)
     manager.retire(chunks, context)
-    manager.check()
+    check(manager)
 
 
 def reads(manager, clock, at_s):
@@ -44,7 +45,7 @@ def reads(manager, clock, at_s):
             for job in manager.take_transfers():
                 read += job.keys
                 manager.complete(job, [True] * len(job.keys))
-        manager.check()
+        check(manager)
     return read
 
 
@@ -102,7 +103,7 @@ def test_sessions_are_awaited_through_a_reset(clock):
     request(manager, "2", later, returns_in_s=60)
     request(manager, "3", absent, returns_in_s=60)
     manager.reset_cache()
-    manager.check()
+    check(manager)
     assert not manager._host.claims
     assert reads(manager, clock, 106) == queued
     assert reads(manager, clock, 163) == later
@@ -169,14 +170,14 @@ def test_a_clock_that_jumps_loses_no_session_and_no_slot(clock, jump_s):
     reads(manager, clock, 102.5)
     clock[0] += jump_s
     manager.serve_queue()
-    manager.check()
+    check(manager)
     request(manager, "2", chunks, returns_in_s=3, session="a")
     clock[0] = 2e9
     manager.serve_queue()
     assert not manager.waiting.requests
     assert not manager._host.claims
     assert not manager.coming._sessions or jump_s > 2e9
-    manager.check()
+    check(manager)
 
 
 def test_a_session_that_returns_in_years_leaves_room_for_others(clock):
@@ -243,7 +244,7 @@ def test_what_an_awaited_session_needs_gives_way_before_what_a_request_waits_for
     reads(manager, clock, 101.25)
     assert len(manager._host.claims) == 32
     put(manager, keys("running", 16))
-    manager.check()
+    check(manager)
     assert sum(map(manager._host.claims.__contains__, keys("waits", 16))) == 16
 
 

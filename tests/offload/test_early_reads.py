@@ -6,6 +6,7 @@ from manager_parts import Store, figures, keys, new_manager
 from kvoffload.offload import early_reads
 from kvoffload.offload.base import EarlyRead, ReqContext
 from kvoffload.offload.host_cache import HostCache
+from tests.support.manager_check import check
 
 
 def waiting_manager(store, slots=64, **settings):
@@ -21,7 +22,7 @@ def step(manager):
     """Serve the queue for a step; return the reads that it began."""
     manager.serve_queue()
     jobs = manager.take_transfers()
-    manager.check()
+    check(manager)
     assert all(isinstance(job, EarlyRead) for job in jobs)
     return jobs
 
@@ -34,7 +35,7 @@ def early_in_flight(manager, chunks):
 
 def end(manager, job, ok=True, settled=True):
     manager.complete(job, [ok] * len(job.keys), settled, "" if ok else "missing")
-    manager.check()
+    check(manager)
 
 
 def end_all(manager, jobs):
@@ -288,7 +289,7 @@ def test_a_chunk_that_fails_ends_the_prefix_and_another_tier_may_have_it():
     jobs = step(manager)
     for job in jobs:
         manager.complete(job, [key != a[2] for key in job.keys], True, "corrupt")
-        manager.check()
+        check(manager)
     (again,) = step(manager)
     assert (again.tier, again.keys) == ("tier1", (a[2],))
     end(manager, again)
@@ -401,9 +402,9 @@ def test_what_a_cleared_tier_no_longer_brings_is_kept_for_no_request():
     step(manager)
     load.stale = True  # as after an operator's clear of a tier, which leaves host memory
     end(manager, load, ok=False)
-    manager.check()
+    check(manager)
     manager.retire((), ReqContext("s"))
-    manager.check()
+    check(manager)
     assert manager.busy_slots == 0
 
 
@@ -473,7 +474,7 @@ def test_a_store_of_nearly_all_of_host_memory_is_offered_again_and_no_shorter():
     assert not any(manager.figures.not_stored.values())
     for job in (output.job, again.job):
         manager.complete(job, [True] * len(job.keys))
-    manager.check()
+    check(manager)
 
 
 @pytest.mark.parametrize("num_tiers", [1, 4, 5])

@@ -8,6 +8,7 @@ from manager_parts import Store, figures, keys, new_manager, put
 from kvoffload.offload.base import ReqContext
 from kvoffload.offload.manager import Tier
 from kvoffload.offload.promises import PROBE_DECLINES, PROBE_S
+from tests.support.manager_check import check
 
 
 def hang(manager, job):
@@ -61,7 +62,7 @@ def test_writes_that_hang_keep_the_share_of_their_tier_through_deadlines_and_a_r
     (rest,) = written(manager)
     manager.complete(rest, [True] * 4)
     assert manager.busy_slots == 0
-    manager.check()
+    check(manager)
 
 
 def test_writes_that_hang_keep_one_share_through_resets_that_come_before_their_deadline():
@@ -86,7 +87,7 @@ def test_writes_that_hang_keep_one_share_through_resets_that_come_before_their_d
     manager.replace_tiers([Tier(f"tier{i}", Store()) for i in range(2)])
     assert lane(manager) == (0, 0)
     assert manager.busy_slots == 0
-    manager.check()
+    check(manager)
 
 
 def promised(manager, wanted, name):
@@ -125,7 +126,7 @@ def test_loads_that_hang_keep_half_of_host_memory_and_then_their_tier_is_decline
     for transfer in manager.take_transfers():
         manager.complete(transfer, [True] * len(transfer.keys))
     assert manager.busy_slots == 0
-    manager.check()
+    check(manager)
 
 
 def begin(manager, prompts, names="r"):
@@ -164,7 +165,7 @@ def test_loads_of_one_step_keep_no_more_of_host_memory_than_loads_one_by_one(num
     manager.take_transfers()
     again, _ = begin(manager, waiting, "later ")
     assert len(again) == most // 3
-    manager.check()
+    check(manager)
 
 
 def test_a_tier_that_answered_and_then_hangs_keeps_half_and_the_load_that_goes_beyond():

@@ -8,6 +8,7 @@ from kvoffload.offload.host_cache import HostCache
 from kvoffload.offload.manager import Tier, TieredOffloadingManager
 from kvoffload.offload.tiers import Presence
 from kvoffload.policies.lru import LRUPolicy
+from tests.support.manager_check import check
 
 
 def keys(prompt, count):
@@ -178,7 +179,7 @@ def test_completions_nobody_waits_for_are_counted_and_harmless():
     manager.release_slots([0])
     assert manager.counters["unexpected_completion"] == 2
     assert manager.counters["unexpected_release"] == 1
-    manager.check()
+    check(manager)
 
 
 @pytest.mark.parametrize("success", [True, False])
@@ -193,7 +194,7 @@ def test_what_was_in_flight_at_a_reset_ends_as_removed(success):
     manager.complete_store(b, success=success)
     assert [manager.lookup(key) for key in (*a, *b)] == [False, False]
     assert manager.busy_slots == 0
-    manager.check()
+    check(manager)
 
 
 @pytest.mark.parametrize("success", [True, False])
@@ -216,7 +217,7 @@ def test_what_is_in_flight_at_a_reset_can_be_stored_anew_at_once(success):
         for job in jobs:
             manager.complete(job, [True] * len(job.keys))
     assert manager.busy_slots == 0
-    manager.check()
+    check(manager)
 
 
 class Counting(Store):

@@ -14,6 +14,7 @@ from kvoffload.offload.geometry import HostGeometry
 from kvoffload.offload.host_cache import HostCache
 from kvoffload.offload.manager import TieredOffloadingManager
 from kvoffload.policies.lru import LRUPolicy
+from tests.support.manager_check import check
 
 KIB = 1024
 
@@ -32,7 +33,7 @@ def put(manager, wanted):
     if output is None:
         return 0
     manager.complete_store(output.keys_to_store)
-    manager.check()
+    check(manager)
     return len(output.keys_to_store)
 
 
@@ -115,7 +116,7 @@ def test_a_pinned_chunk_keeps_its_extent():
     manager.complete_load(small[:stored])
     assert put(manager, keys(1, "b", 3)) == 3
     assert manager.lookup_prefix(keys(1, "b", 3)) == (3, False)
-    manager.check()
+    check(manager)
 
 
 def test_a_store_of_both_sizes_is_cut_at_the_tail_of_what_was_given():
@@ -126,7 +127,7 @@ def test_a_store_of_both_sizes_is_cut_at_the_tail_of_what_was_given():
     assert output.keys_to_store == tuple(mixed[: len(output.keys_to_store)])
     assert 0 < len(output.keys_to_store) < len(mixed)
     manager.complete_store(output.keys_to_store)
-    manager.check()
+    check(manager)
 
 
 def test_room_made_for_one_size_is_not_taken_for_another_of_the_same_store():

@@ -13,6 +13,7 @@ from kvoffload.offload.host_cache import HostCache
 from kvoffload.offload.manager import TieredOffloadingManager
 from kvoffload.offload.priority import FURTHEST, PriorityPolicy
 from kvoffload.policies.lru import LRUPolicy
+from tests.support.manager_check import check, marked
 
 
 class Counted(bytes):
@@ -108,15 +109,15 @@ def test_priorities_above_0_hold_at_most_half_of_host_memory(new_manager):
     manager = new_manager(8)
     num_slots = manager._host.num_slots
     kept = [key for i in range(num_slots) for key in put_one(manager, f"greedy {i}", FURTHEST)]
-    assert len(manager._host.order.marked) == num_slots // 2
+    assert len(marked(manager._host.order)) == num_slots // 2
     for i in range(3 * num_slots):
         put_one(manager, f"others {i}", 0)
     assert sum(manager.lookup(key) for key in kept) == num_slots // 2
-    manager.check()
+    check(manager)
     # What leaves makes room for other chunks of a high priority.
     manager.reset_cache()
     put_one(manager, "later", 1)
-    assert len(manager._host.order.marked) == 1
+    assert len(marked(manager._host.order)) == 1
 
 
 def test_priorities_far_from_0_are_equal():
@@ -134,23 +135,23 @@ def test_a_chunk_that_left_is_of_no_priority_any_more(new_manager):
     size = host.num_slots
     put(manager, keys("evicted", 2), -1)
     put(manager, keys("others", size))
-    assert host.order.marked == set()
+    assert marked(host.order) == set()
     high = keys("reset", 1)
     put(manager, high, 1)
-    assert host.order.marked == set(high)
+    assert marked(host.order) == set(high)
     manager.reset_cache()
-    assert host.order.marked == set()
+    assert marked(host.order) == set()
     failed = keys("failed", 1)
     context = ReqContext("r", {"kvoffload": {"priority": 1}})
     manager.prepare_store(failed, context)
     manager.complete_store(failed, context, success=False)
-    assert host.order.marked == set()
+    assert marked(host.order) == set()
     lost = keys("lost", 1)
     put(manager, lost, 1)
     manager.prepare_load(lost)
     manager.complete_load(lost, success=False)
-    assert host.order.marked == set()
-    manager.check()
+    assert marked(host.order) == set()
+    check(manager)
 
 
 def test_a_chunk_spared_by_a_store_keeps_its_priority():

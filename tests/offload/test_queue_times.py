@@ -10,6 +10,7 @@ from manager_parts import Store, keys, new_manager
 
 from kvoffload.offload.base import ReqContext
 from kvoffload.offload.host_cache import HostCache
+from tests.support.manager_check import check
 
 PROMPTS, CHUNKS = 10, 46
 IDLE_STEP_S, STEP_S, COPY_S = 0.001, 0.012, 0.0005
@@ -80,7 +81,7 @@ class Engine:
             for _ in range(self.num_tokens - 1):
                 self.step(STEP_S)
             self.manager.retire(prompt, context)
-            self.manager.check()
+            check(self.manager)
         return first_s
 
 

@@ -8,6 +8,7 @@ from kvoffload.offload.base import ReqContext
 from kvoffload.offload.host_cache import HostCache
 from kvoffload.offload.manager import Tier, TieredOffloadingManager
 from kvoffload.policies.lru import LRUPolicy
+from tests.support.manager_check import check
 
 A, B = ReqContext("a"), ReqContext("b")
 POLICIES = ["lru", "arc", "handicap"]
@@ -46,7 +47,7 @@ def test_stores_that_end_after_their_request_keep_the_tail_first(policy, parts):
     manager.retire(a, A)
     for first, end in parts:
         manager.complete_store(a[first:end], A)
-    manager.check()
+    check(manager)
     assert evicted_one_by_one(manager, 4) == a[::-1]
 
 
@@ -74,9 +75,9 @@ def test_a_slot_released_after_all_other_writes_keeps_the_tail_first(policy, ord
     manager.retire(a, A)
     for i in order:
         manager.complete(transfers[i], [i != unsettled] * 2, settled=i != unsettled)
-        manager.check()
+        check(manager)
     manager.release_slots(transfers[unsettled].unsettled_slots([False] * 2))
-    manager.check()
+    check(manager)
     assert evicted_one_by_one(manager, 6) == a[::-1]
 
 
@@ -88,9 +89,9 @@ def test_a_request_that_ends_before_a_slot_is_released_keeps_the_tail_first(poli
     written(manager, others)
     manager.complete(last, [False] * 2, settled=False)
     manager.retire(a, A)
-    manager.check()
+    check(manager)
     manager.release_slots(last.unsettled_slots([False] * 2))
-    manager.check()
+    check(manager)
     assert evicted_one_by_one(manager, 6) == a[::-1]
 
 
@@ -101,7 +102,7 @@ def test_writes_that_begin_after_the_request_keep_the_tail_first(policy):
     manager.retire(a, A)
     while transfers := manager.take_transfers():
         written(manager, transfers)
-    manager.check()
+    check(manager)
     assert evicted_one_by_one(manager, 6) == a[::-1]
 
 
@@ -115,7 +116,7 @@ def test_a_store_that_fails_after_its_request_leaves_the_others_in_order(failed)
     for key in rest:
         manager.complete_store([key], A)
     manager.complete_store([a[failed]], A, success=False)
-    manager.check()
+    check(manager)
     assert evicted_one_by_one(manager, 4) == rest[::-1]
 
 
@@ -130,7 +131,7 @@ def test_of_two_requests_with_one_head_both_tails_leave_before_it():
     manager.complete_store([a2], A)
     manager.complete_store([head[1]], A)
     manager.complete_store([b2], B)
-    manager.check()
+    check(manager)
     gone = evicted_one_by_one(manager, 5)
     assert gone[-2:] == head[::-1]
     assert gone.index(a3) < gone.index(a2)
@@ -144,7 +145,7 @@ def test_a_write_that_was_dropped_is_not_waited_for():
     assert manager.prepare_store(keys("b", 1), B).evicted_keys == (a[1],)
     manager.complete(first, [True])
     assert manager.figures.not_stored["tier0", "back_pressure"] == 1
-    manager.check()
+    check(manager)
 
 
 @pytest.mark.parametrize("forget", ["reset_cache", "replace_tiers"])
@@ -153,7 +154,7 @@ def test_nothing_is_waited_for_after_everything_was_forgotten(forget):
     a = stored(manager, keys("a", 2))
     manager.retire(a, A)
     manager.reset_cache() if forget == "reset_cache" else manager.replace_tiers([])
-    manager.check()
+    check(manager)
 
 
 class CountingLRU(LRUPolicy):
@@ -175,7 +176,7 @@ def test_writes_that_land_together_cost_the_same_however_many_requests_wait(leng
         manager.retire(a[:length], ReqContext(f"r{i}"))
     before = order.added
     manager.complete(transfer, [True] * 32)
-    manager.check()
+    check(manager)
     assert order.added - before <= 32
     assert evicted_one_by_one(manager, 32) == a[::-1]
 
@@ -198,7 +199,7 @@ def test_a_tier_that_hangs_does_not_let_the_lists_of_ended_requests_grow():
         context, own = ReqContext(f"r{i}"), keys(f"own {i} ", 1)
         stored(manager, own, context)
         manager.retire([*head, *own], context)
-        manager.check()
+        check(manager)
     waiting = {id(it): it for it in manager._retirement._in_flight.values()}
     assert 0 < sum(len(it.chunks) for it in waiting.values()) <= 8 * 64
 
@@ -216,7 +217,7 @@ def test_a_load_of_a_tail_that_ends_after_its_request_keeps_the_tail_first(polic
     job = manager.begin_load(a[first:], B)  # the head is in GPU memory
     manager.retire(a, B)
     manager.complete(job, [True, *[ok] * (3 - first)])
-    manager.check()
+    check(manager)
     rest = a if ok else a[: first + 1]
     assert evicted_one_by_one(manager, 4) == rest[::-1]
 
@@ -234,6 +235,6 @@ def test_a_fetch_of_a_tail_that_ends_after_its_request_keeps_the_tail_first(poli
     ok = [True, settled]
     manager.complete(job, ok, settled)
     manager.release_slots(job.unsettled_slots(ok))
-    manager.check()
+    check(manager)
     rest = a if settled else a[:3]
     assert evicted_one_by_one(manager, 5) == rest[::-1]

@@ -20,6 +20,7 @@ from kvoffload.policies.lru import LRUPolicy
 from kvoffload.replay.loop_stores import chunks_of
 from kvoffload.replay.synthetic import SyntheticOptions, timed
 from kvoffload.replay.trace import from_timed
+from tests.support.manager_check import check
 
 
 def prompt(name, count, group=0):
@@ -45,7 +46,7 @@ class Engine:
         if stored is not None and stored.job is not None:
             self.manager.complete(stored.job, [True] * len(stored.job.keys))
         self.manager.retire(keys, context)
-        self.manager.check()
+        check(self.manager)
         return found
 
 
@@ -198,7 +199,7 @@ def test_after_a_reset_a_told_return_holds_for_chunks_stored_anew(sized):
     engine.serve(a, returns_in_s=60, session="a")
     engine.serve(prompt("b", 4), returns_in_s=600, session="b")
     engine.manager.reset_cache()
-    engine.manager.check()
+    check(engine.manager)
     assert engine.serve(a) == 0
     for i in range(60):
         engine.serve(prompt(f"new {i}", 4))

@@ -14,6 +14,7 @@ from kvoffload.policies.lru import LRUPolicy
 from kvoffload.policies.tenant_order import TenantOrder, TenantShares
 from kvoffload.registry import POLICIES, load
 from kvoffload.testing import PolicySuite
+from tests.support.manager_check import check
 
 A, B = tenant_id("a"), tenant_id("b")
 
@@ -25,7 +26,7 @@ def context(tenant, name="r"):
 def put(manager, wanted, tenant):
     output = manager.prepare_store(wanted, context(tenant))
     manager.complete(output.job, [True] * len(output.job.keys))
-    manager.check()
+    check(manager)
     return output.evicted_keys
 
 
@@ -105,9 +106,9 @@ def test_chunks_from_a_tier_belong_to_the_request_that_loads_them():
         job = manager.begin_load(part, context(A))
         assert job.keys == tuple(part)
         assert job.spec.fetches[0].tenants == (A, A, A)
-        manager.check()
+        check(manager)
         manager.complete(job, [True] * 3)
-        manager.check()
+        check(manager)
     assert len(here(manager, keys("b", 4))) == 4
     assert manager._host.tenants_of(wanted[3:]) == [A] * 3
 
@@ -127,10 +128,10 @@ def test_failed_stores_and_resets_leave_nothing_counted():
     manager = new_manager(8, tenant_share=0.5)
     output = manager.prepare_store(keys("a", 4), context(A))
     manager.complete(output.job, [True, False, True, False])
-    manager.check()
+    check(manager)
     assert manager._host._tenants._bytes == {A: 2}
     manager.reset_cache()
-    manager.check()
+    check(manager)
     assert manager._host._tenants._bytes == {}
 
 
@@ -157,7 +158,7 @@ def test_tables_agree_after_random_steps(seed):
         for job in manager.take_transfers():
             tier.held.update(job.keys)
             jobs.append(job)
-        manager.check()
+        check(manager)
 
 
 class TestOrder(PolicySuite):

@@ -8,7 +8,6 @@ import pytest
 from manager_parts import Store, figures, keys
 
 from kvoffload import registry
-from kvoffload.errors import UsageError
 from kvoffload.offload import claims, needed_chunks, waiting
 from kvoffload.offload.base import ReqContext, tenant_id
 from kvoffload.offload.claims import QueuedRequest
@@ -18,6 +17,7 @@ from kvoffload.offload.waiting import Place
 from kvoffload.policies.handicap import HandicapPolicy
 from kvoffload.policies.kept_order import KeptOrder
 from kvoffload.testing import PolicySuite
+from tests.support.manager_check import check
 
 POLICIES = ["lru", "arc", "handicap"]
 
@@ -80,7 +80,7 @@ def test_five_sessions_in_memory_for_four_hit_nearly_what_is_possible(policy, sh
             hits += found if turn > 5 else 0
             queue(manager, name, chunks)
             manager.serve_queue()
-            manager.check()
+            check(manager)
     assert least <= 100 * hits / (16 * 5 * 14) <= most
 
 
@@ -95,12 +95,12 @@ def test_the_first_in_the_queue_keep_and_the_last_gives_way(policy):
     # Eight slots are free; then the last in the queue gives way, its tail first.
     evicted = put(manager, keys("running", 12)).evicted_keys
     assert list(evicted) == second[:-5:-1]
-    manager.check()
+    check(manager)
     evicted = put(manager, keys("another", 36)).evicted_keys
     assert set(evicted) >= {*second[:12]}
     assert not set(evicted) & {*first[:4]}
     assert figures(manager)["queue_chunks"]["given_up"] == 4 + 12 + 12
-    manager.check()
+    check(manager)
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -113,7 +113,7 @@ def test_a_preempted_request_keeps_before_those_that_came_later(policy):
     manager.serve_queue()
     put(manager, keys("running", 12))
     put(manager, keys("another", 20))
-    manager.check()
+    check(manager)
     assert kept(manager, keys("preempted", 16)) == 16
     assert kept(manager, keys("waits", 16)) == 4
     manager.request_admitted(ReqContext("preempted"))
@@ -129,14 +129,14 @@ def test_claims_keep_to_their_share_and_the_rest_follows_when_there_is_room(shar
     for name, chunks in prompts.items():
         queue(manager, name, chunks)
         manager.serve_queue()
-        manager.check()
+        check(manager)
     assert len(manager._host.claims) == 100 * share
     left = [*prompts]
     while left:
         manager.request_admitted(ReqContext(left.pop(0)))
         for _ in left:
             manager.serve_queue()
-        manager.check()
+        check(manager)
         assert len(manager._host.claims) == min(100 * share, 20 * len(left))
 
 
@@ -148,17 +148,17 @@ def test_a_tenant_has_at_most_half_of_the_share_while_others_wait():
         queue(manager, name, keys(name, 25), tenant="greedy")
     assert len(manager._host.claims) == 75
     queue(manager, "d", keys("d", 25), tenant="other")
-    manager.check()
+    check(manager)
     assert kept(manager, keys("a", 25)) == 25
     assert kept(manager, keys("b", 25)) == 15
     assert kept(manager, keys("d", 25)) == 25
     queue(manager, "e", keys("c", 25), tenant="greedy")
     manager.serve_queue()
-    manager.check()
+    check(manager)
     manager.retire(keys("d", 25), ReqContext("d"))
     for _ in range(3):
         manager.serve_queue()
-    manager.check()
+    check(manager)
     assert len(manager._host.claims) == 75
 
 
@@ -171,7 +171,7 @@ def test_requests_of_one_tenant_behind_its_limit_do_not_keep_others_from_their_s
     queue(manager, "late", keys("late", 10), tenant="other")
     for _ in range(10):
         manager.serve_queue()
-    manager.check()
+    check(manager)
     assert kept(manager, keys("late", 10)) == 10
 
 
@@ -183,7 +183,7 @@ def test_nothing_kept_outlives_its_request(end):
     put(manager, b)
     queue(manager, "r", a)
     queue(manager, "s", [*a[:5], *b])
-    manager.check()
+    check(manager)
     if end == "admitted":
         manager.request_admitted(ReqContext("r"))
     elif end == "retired":
@@ -192,13 +192,13 @@ def test_nothing_kept_outlives_its_request(end):
         queue(manager, "r", b)
     else:
         manager.reset_cache()
-    manager.check()
+    check(manager)
     assert kept(manager, a) == (0 if end == "reset" else 5)
     manager.retire(b, ReqContext("s"))
     manager.retire(b, ReqContext("r"))
     assert not manager._host.claims
     assert len(manager._host.order.policy) == len(manager._host.evictable)
-    manager.check()
+    check(manager)
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -213,7 +213,7 @@ def test_claims_on_a_long_prompt_end_over_several_calls_once_its_request_runs(po
     manager.request_admitted(ReqContext("a"))
     left = [kept(manager, a)]
     while left[-1]:
-        manager.check()
+        check(manager)
         manager.serve_queue()
         left.append(kept(manager, a))
     ended = [before - now for before, now in zip([2000, *left], left, strict=False)]
@@ -221,7 +221,7 @@ def test_claims_on_a_long_prompt_end_over_several_calls_once_its_request_runs(po
     assert kept(manager, b) == 200
     evicted = put(manager, keys("running", 400)).evicted_keys
     assert list(evicted) == a[: -len(evicted) - 1 : -1], "its tail leaves first"
-    manager.check()
+    check(manager)
 
 
 def test_claims_of_a_request_that_runs_give_way_before_those_of_the_queue():
@@ -238,7 +238,7 @@ def test_claims_of_a_request_that_runs_give_way_before_those_of_the_queue():
     assert set(evicted) == {*a[100:]}
     assert kept(manager, b) == 400
     assert figures(manager)["queue_chunks"].get("given_up", 0) == 0
-    manager.check()
+    check(manager)
 
 
 @pytest.mark.parametrize("end", ["retired", "reset", "lost", "queued"])
@@ -262,21 +262,21 @@ def test_what_a_running_request_still_keeps_ends_with_it(end):
             manager.serve_queue()
         assert kept(manager, a) == 1000
         manager.retire(a, context)
-    manager.check()
+    check(manager)
     manager.complete(job, [end != "lost"] * 1000, True, "corrupt")
     for _ in range(3 if end == "lost" else 0):  # a call ends a portion of them
-        manager.check()
+        check(manager)
         assert not any(map(manager._host.is_ready, manager._host.claims))
         manager.serve_queue()
     assert not manager._host.claims
-    manager.check()
+    check(manager)
     manager.serve_queue()
     assert not manager.waiting.claims.tenants
     assert not manager.waiting.claims.leaving
     if end in ("reset", "lost"):
         put(manager, a)
     assert not manager._host.claims
-    manager.check()
+    check(manager)
 
 
 def test_requests_that_wait_through_a_reset_keep_what_is_stored_after_it():
@@ -290,17 +290,17 @@ def test_requests_that_wait_through_a_reset_keep_what_is_stored_after_it():
     put(manager, keys("running", 30))  # second gives way
     manager.request_queued(lambda: late, ReqContext("late"))
     manager.reset_cache()
-    manager.check()
+    check(manager)
     assert not manager._host.claims
     for chunks in (absent, first, late):
         put(manager, chunks)
         manager.serve_queue()
-        manager.check()
+        check(manager)
     assert [kept(manager, chunks) for chunks in (first, absent, late)] == [12, 12, 12]
     for name in ("first", "second", "absent", "late"):
         manager.retire([], ReqContext(name))
     assert not manager._host.claims
-    manager.check()
+    check(manager)
 
 
 class Chunks(list):
@@ -340,7 +340,7 @@ def test_a_chunk_that_many_requests_keep_fails_without_a_look_at_all_of_them(len
     assert looks(manager.complete, load, [i != 1 for i in range(length)], True, "corrupt") < most
     if comes_again:
         assert looks(put, manager, [*shared][1:2]) < most
-    manager.check()
+    check(manager)
     num_kept = {length if comes_again else 1}
     for _ in range(3000):
         assert looks(manager.serve_queue) < most
@@ -350,7 +350,7 @@ def test_a_chunk_that_many_requests_keep_fails_without_a_look_at_all_of_them(len
     for i in range(300):
         manager.retire([], ReqContext(f"{i}"))
     assert not manager._host.claims
-    manager.check()
+    check(manager)
 
 
 class Asked(Store):
@@ -389,7 +389,7 @@ def test_a_step_does_not_look_at_all_that_requests_that_go_on_keep_while_a_chunk
     for _ in range(number):  # it is looked at in turn
         manager.serve_queue()
     assert {each.num_kept for each in requests} == {length}
-    manager.check()
+    check(manager)
 
 
 @pytest.mark.parametrize("begin", ["prepare_store", "begin_load"])
@@ -401,7 +401,7 @@ def test_a_chunk_in_flight_that_does_not_come_is_read_from_another_tier(begin):
     queue(manager, "r", a)
     assert kept(manager, a) == 6
     manager.complete(getattr(begun, "job", begun), [False] * 6, True, "missing")
-    manager.check()
+    check(manager)
     assert kept(manager, a) == 0
     far.held.update(a)
     for _ in range(3):
@@ -417,7 +417,7 @@ def test_nothing_is_kept_for_a_forgotten_chunk_that_a_load_still_uses():
     manager.complete(first, [False] * 6, True, "corrupt")
     queue(manager, "r", a)
     manager.complete(second, [True] * 6)
-    manager.check()
+    check(manager)
     assert kept(manager, a) == 0
     put(manager, a)
     manager.serve_queue()
@@ -433,7 +433,7 @@ def test_what_an_earlier_request_stores_is_kept_for_later_ones():
     manager.request_admitted(ReqContext("r0"))
     put(manager, shared, "r0")
     manager.serve_queue()
-    manager.check()
+    check(manager)
     assert kept(manager, shared) == 10
     manager.request_admitted(ReqContext("r2"))
     put(manager, keys(1, 2), "r0")
@@ -443,7 +443,7 @@ def test_what_an_earlier_request_stores_is_kept_for_later_ones():
         manager.retire([], ReqContext(f"r{i}"))
     assert not manager._host.claims
     assert not manager.waiting._lacking
-    manager.check()
+    check(manager)
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -455,7 +455,7 @@ def test_turns_that_queue_all_at_once_hit_as_well(policy):
     for name, chunks in turns:
         hits.append(serve(manager, name, chunks))
         manager.serve_queue()
-        manager.check()
+        check(manager)
     assert sum(hits[20:]) >= 0.6 * 16 * 40
 
 
@@ -482,17 +482,17 @@ def test_prompts_beyond_memory_ids_used_twice_and_odd_keys_do_no_harm():
     queue(manager, "r" * 1_000_000, [a[0], a[0], a[1], a[0]], tenant="t" * 1_000_000)
     queue(manager, "", [])
     manager.serve_queue()
-    manager.check()
+    check(manager)
     manager.request_admitted(ReqContext("unknown"))
     growing = list(a[:10])
     queue(manager, "resumable", growing)
     growing += a[10:]
     manager.serve_queue()
-    manager.check()
+    check(manager)
     for name in ("r", "r" * 1_000_000, "resumable", "r"):
         manager.retire([], ReqContext(name))
     assert not manager._host.claims
-    manager.check()
+    check(manager)
 
 
 def test_the_check_finds_claims_without_a_request():
@@ -500,8 +500,8 @@ def test_the_check_finds_claims_without_a_request():
     a = keys("a", 4)
     put(manager, a)
     manager._host.claim(a, None)
-    with pytest.raises(UsageError, match="claim"):
-        manager.check()
+    with pytest.raises(AssertionError, match="claim"):
+        check(manager)
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -574,7 +574,7 @@ def test_requests_that_never_finish_leave_each_running_request_its_slots(policy)
         manager.touch(running, ReqContext(f"running {i}", context.kv_transfer_params))
         assert len(put(manager, running).keys_to_store) == 20
         put(manager, chunks)
-        manager.check()
+        check(manager)
     assert len(manager.waiting.requests) == 300
     assert manager.busy_slots == 0
 
@@ -613,7 +613,7 @@ def test_to_leave_a_queue_that_lacks_one_chunk_compares_no_request_with_each_oth
     Number.compared = 0
     manager.request_admitted(ReqContext("499"))
     assert Number.compared < 20
-    manager.check()
+    check(manager)
 
 
 def test_a_chunk_that_many_requests_lack_is_stored_without_a_call_for_each_two(monkeypatch):
@@ -690,7 +690,7 @@ def test_requests_that_wait_for_a_slow_tier_keep_none_behind_from_their_claims()
         queue(manager, f"here{i}", keys("here", i + 1))
     for _ in range(10):
         manager.serve_queue()
-    manager.check()
+    check(manager)
     assert kept(manager, keys("here", 10)) == 10
 
 
@@ -708,4 +708,4 @@ def test_a_chunk_that_a_tier_has_later_is_read_early_though_the_clock_jumps(monk
     now_s[0] = later_s
     manager.serve_queue()
     assert [read.keys for read in manager.take_transfers()] == [tuple(wanted)]
-    manager.check()
+    check(manager)

@@ -18,6 +18,7 @@ from kvoffload.policies.arc import ARCPolicy
 from kvoffload.policies.guarded import GuardedPolicy
 from kvoffload.testing import PolicySuite
 from kvoffload.testing.backends import CHUNK_BYTES, filled, keys_of, slots
+from tests.support.manager_check import check
 
 VERBS = ["add", "touch", "remove", "victims"]
 
@@ -78,7 +79,7 @@ def test_an_engine_goes_on_with_lru_where_a_call_of_a_policy_raises(engine, verb
         assert len(put(manager, prompt).keys_to_store) == 2
         manager.complete(manager.begin_load(prompt), (True, True))
         manager.retire(prompt)
-        manager.check()
+        check(manager)
         assert manager.resident == min(6, 2 * number + 2)
     assert manager.lookup_prefix(prompts[-3]) == (2, False)  # the latest three are here
     assert_said_once(caplog)
@@ -160,7 +161,7 @@ def test_wrong_victims_are_not_evicted(engine, named):
     put(manager, held)
     for i in range(8):
         assert len(put(manager, keys(f"new{i}", 2)).evicted_keys) == 2
-        manager.check()
+        check(manager)
 
 
 def test_policies_of_the_package_need_no_guard():

@@ -10,6 +10,7 @@ from kvoffload.offload.base import ReqContext
 from kvoffload.offload.host_cache import HostCache
 from kvoffload.offload.manager import TieredOffloadingManager
 from kvoffload.policies.lru import LRUPolicy
+from tests.support.manager_check import check
 
 
 class OwnTable(LRUPolicy):
@@ -41,7 +42,7 @@ def evictions(policy_class, seed, priorities, slots):
             gone.append(output.evicted_keys)
             if output.job:
                 jobs.append(output.job)
-        manager.check()
+        check(manager)
     return gone
 
 

@@ -12,6 +12,7 @@ from kvoffload.recording import RequestLog
 from kvoffload.replay.simulate import replay
 from kvoffload.replay.synthetic import SyntheticOptions, generate
 from kvoffload.replay.trace import from_ids, read_trace
+from tests.support.manager_check import check
 
 
 def serve(manager, record, prompts):
@@ -40,7 +41,7 @@ def test_the_replay_of_a_manager_s_record_hits_as_the_manager_did(tmp_path, name
     manager = TieredOffloadingManager(HostCache(slots, policy(slots)))
     record = RequestLog(str(tmp_path / "record.jsonl"), tokens_per_chunk=16)
     loaded = serve(manager, record, prompts)
-    manager.check()
+    check(manager)
     recorded = read_trace(tmp_path / "record.jsonl")
     replayed = replay(list(map(tuple, prompts)), policy(slots), slots)
     assert replayed.prefix == loaded

@@ -12,6 +12,7 @@ import psutil
 import torch
 
 from kvoffload.connectors.local import LocalConnector
+from tests.support.manager_check import check
 
 BLOCK = 4
 PROMPT = 81
@@ -131,7 +132,7 @@ class SmallEngine:
             assert time.monotonic() < end_s, "slots are lost"
             time.sleep(0.001)
         assert self.connector.flush(60)
-        self.connector.check()
+        check(self.connector)
 
     def held(self):
         """Descriptors and threads of this process, and its children."""

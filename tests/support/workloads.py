@@ -11,6 +11,7 @@ from kvoffload.demo import Engine, SamplingParams
 from kvoffload.demo.offloading import NoOffloading
 from tests.support.block_checks import check_manager
 from tests.support.disk_chunks import stored_in
+from tests.support.manager_check import check
 
 MAX_LEN = 96
 PATIENCE_S = 60.0
@@ -187,7 +188,7 @@ class Workload:
             check_manager(engine.manager)
             assert engine.manager.usage == 0
             engine.connector.flush()
-            engine.connector.check()
+            check(engine.connector)
             counts.update(engine.connector.checked)
             counts.update({f"from {k}": n for k, n in stats(engine)["hit_tokens"].items()})
             counts.update(reasons(stats(engine)))

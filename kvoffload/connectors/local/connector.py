@@ -433,10 +433,6 @@ class LocalConnector:
         """Report how long tokens of prompts took to compute: slower loads are then declined."""
         self._manager.promises.prefilled(given.token_count("num_tokens", num_tokens), seconds)
 
-    def check(self) -> None:
-        """Raise UsageError if the manager contradicts itself; for tests."""
-        self._manager.check()
-
     # ---- inside ----
 
     def _samples(self) -> Iterator[Sample]:

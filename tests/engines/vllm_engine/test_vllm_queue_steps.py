@@ -7,6 +7,8 @@ import time
 
 import pytest
 
+from tests.support.manager_check import check
+
 pytest.importorskip("vllm.version", reason="vLLM is not installed; see make test-vllm")
 
 from vllm.v1.request import RequestStatus
@@ -63,7 +65,7 @@ def run(rig, requests, limit_s=60.0):
     while not all(request.is_finished() for request in requests):
         for new in rig.step().scheduled_new_reqs:
             found[new.req_id] = new.num_computed_tokens
-        manager_of(rig).check()
+        check(manager_of(rig))
         time.sleep(0.002)
         assert time.monotonic() < until_s, "a request hangs"
     return [found.get(request.request_id) for request in requests]
@@ -72,7 +74,7 @@ def run(rig, requests, limit_s=60.0):
 def at_rest(rig):
     rig.quiet()
     manager = manager_of(rig)
-    manager.check()
+    check(manager)
     assert not manager.waiting.requests
     assert not manager._host.claims
     assert manager.busy_slots == 0

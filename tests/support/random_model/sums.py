@@ -15,6 +15,7 @@ from kvoffload.backends.disk.descriptors import MOST_KEPT
 from kvoffload.backends.disk.segments import MOST_SIZES
 from kvoffload.io.protocol import Store
 from tests.support.disk_chunks import stored_in
+from tests.support.manager_check import check
 from tests.support.random_model.cache import PERIOD
 from tests.support.random_model.hostile import Rough
 
@@ -94,7 +95,7 @@ def await_quiet(engine):
             break
         assert time.monotonic() < until_s, f"not at rest: {left}, {busy} slots busy"
         time.sleep(0.01)
-    connector.check()
+    check(connector)
     assert engine.lost_blocks == 0, f"{engine.lost_blocks} blocks of the engine are lost"
 
 
