@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from kvoffload.backends.base import WriteResult, reason_of
 from kvoffload.backends.blocking_pool import undisturbed
 from kvoffload.io.loans import AT_ONCE, Lends, Loans
-from kvoffload.io.open_stores import OpenStore, read_each_for, text_of, write_for
+from kvoffload.io.open_stores import OpenStore, call_for, text_of
 from kvoffload.io.protocol import HAD, Answered, Arrived, Load, Store, ToClient
 
 _A = TypeVar("_A", bound=Sequence[Any])
@@ -49,8 +49,12 @@ class ChunkJobs:
         self._calls: dict[int, list[asyncio.Task[str]]] = {}
         self.loans = Loans(send)
         """Chunks that the engine reads in the server's memory."""
-        self._arrivals: dict[int, list[int]] = {}
-        self._arrivals_sent_s = 0.0
+        self._arrived: deque[tuple[int, bytearray, int]] = deque()
+        """Chunks that have arrived: the job, its verdicts, and the place in it."""
+        self._is_looking = False
+        """Whether the loop looks soon for what has arrived."""
+        self._untold: dict[int, list[int]] = {}
+        """Job → chunks that the engine is told of next."""
 
     def __len__(self) -> int:
         return len(self._calls)
@@ -110,7 +114,7 @@ class ChunkJobs:
         for call in calls:  # also when the loop ends, and cancels all its tasks
             await undisturbed(call)
         del self._calls[order.job]
-        self._arrivals.pop(order.job, None)
+        self._untold.pop(order.job, None)
         reasons = ["cancelled" if call.cancelled() else call.result() for call in calls]
         reason = next((why for why in reasons if why), "" if store else "no_store")
         if store is not None:
@@ -126,13 +130,9 @@ class ChunkJobs:
     async def _read(self, order: Load, store: OpenStore, ok: bytearray, part: Sequence[int]) -> str:
         """Lend a part of a load, or read it into its slots; return why chunks are missing."""
 
-        def arrived(places: Sequence[int]) -> None:
-            new = [part[i] for i in places if not ok[part[i]]]
-            for i in new:
-                ok[i] = 1
-            self._arrived(order.job, new)
+        def arrived(i: int) -> None:
+            self._note_arrival(order.job, ok, part[i])
 
-        backend = store.backend
         try:
             if (lends := self._lender(order, store)) is not None:
                 await self.loans.lend(order, lends, ok)
@@ -141,28 +141,28 @@ class ChunkJobs:
             keys = [order.keys[i] for i in part]
             views = self._views(order, part)
             if (reads_each := store.reads_each) is not None:
-                batches = ArrivalBatches(self._loop, arrived)
                 tenants = [order.tenants[i] for i in part] if order.tenants else ()
-                try:
-                    answers = await read_each_for(reads_each, keys, views, batches.add, tenants)
-                finally:  # a load that its deadline cuts off has what arrived
-                    batches.hand_over()
+                answers = await call_for(tenants, reads_each.read_each, keys, views, arrived)
             else:
-                answers = await backend.read(keys, views)
+                answers = await store.backend.read(keys, views)
             same_length(answers, keys)
-            arrived([i for i, fine in enumerate(answers) if fine])
+            for i, fine in enumerate(answers):
+                if fine and not ok[part[i]]:
+                    arrived(i)
             return reason_of(answers)
         except Exception as error:
             text = "%s: read of %d chunks failed: %s"
             store.failures.warning(text, store.name, len(part), text_of(error))
             return "error"
+        finally:  # a load that its deadline cuts off has what arrived
+            self._count_arrivals()
 
     async def _write(self, order: Store, store: OpenStore, ok: bytearray) -> str:
         """Write chunks from their slots; return why some were not stored."""
         keys = order.keys
         try:
             views = self._views(order, range(len(keys)))
-            answers = await write_for(store.backend, keys, views, order.tenants)
+            answers = await call_for(order.tenants, store.backend.write, keys, views)
             same_length(answers, keys)
             ok[:] = bytes(HAD if a is WriteResult.PRESENT else bool(a) for a in answers)
         except Exception as error:
@@ -182,62 +182,42 @@ class ChunkJobs:
                 raise ValueError(f"slot {order.slots[i]} has no {size} bytes")
         return views
 
-    def _arrived(self, job: int, numbers: Sequence[int]) -> None:
-        if job not in self._calls or not numbers:
-            return
-        if not self._arrivals:
-            self._loop.call_at(self._arrivals_sent_s + ARRIVALS_S, self._send_arrivals)
-        self._arrivals.setdefault(job, []).extend(numbers)
+    def _note_arrival(self, job: int, ok: bytearray, i: int) -> None:
+        """Note that a chunk of a load has arrived; from any thread, returns at once.
 
-    def _send_arrivals(self) -> None:
-        self._arrivals_sent_s = self._loop.time()
-        for job, numbers in self._arrivals.items():
-            self._send(Arrived(job, numbers))
-        self._arrivals.clear()
-
-
-class ArrivalBatches:
-    """Hands numbers from other threads to the event loop: as many at once as have arrived.
-
-    The first one wakes the loop. While more come, the loop looks for them every ``ARRIVALS_S``:
-    each wake-up would take two system calls, and the GIL from the threads that load.
-
-    Args:
-        loop: the loop.
-        take: called on the loop with the numbers that arrived since the last call.
-    """
-
-    def __init__(
-        self, loop: asyncio.AbstractEventLoop, take: Callable[[Sequence[int]], None]
-    ) -> None:
-        self._take = take
-        self._loop = loop
-        self._new: deque[int] = deque()
-        self._is_looking = False
-        """Whether the loop looks soon."""
-
-    def add(self, i: int) -> None:
-        """Add a number; from any thread, returns at once."""
-        self._new.append(i)
+        The first one wakes the loop. While more come, the loop looks for them every ``ARRIVALS_S``:
+        each wake-up would take two system calls, and the GIL from the threads that load.
+        """
+        self._arrived.append((job, ok, i))
         if not self._is_looking:
             self._is_looking = True
             # A closed loop refuses: the job was answered at shutdown.
             with contextlib.suppress(RuntimeError):
-                self._loop.call_soon_threadsafe(self._look)
+                self._loop.call_soon_threadsafe(self._tell_arrivals)
 
-    def _look(self) -> None:
-        if not self._new:
-            # A number that is added before this line is seen below, a later one causes a call.
+    def _count_arrivals(self) -> None:
+        """Count the chunks that have arrived as good."""
+        while self._arrived:
+            job, ok, i = self._arrived.popleft()
+            if not ok[i]:
+                ok[i] = 1
+                if job in self._calls:
+                    self._untold.setdefault(job, []).append(i)
+
+    def _tell_arrivals(self) -> None:
+        """Tell the engine of what has arrived, and look again soon."""
+        self._count_arrivals()
+        if not self._untold:
+            # A chunk that is noted before this line is seen below, a later one causes a call.
             self._is_looking = False
-            if not self._new:
+            if not self._arrived:
                 return
             self._is_looking = True
-        self.hand_over()
-        self._loop.call_later(ARRIVALS_S, self._look)
-
-    def hand_over(self) -> None:
-        """Hand over what has arrived, now; call it on the loop."""
-        self._take([self._new.popleft() for _ in range(len(self._new))])
+            self._count_arrivals()
+        for job, numbers in self._untold.items():
+            self._send(Arrived(job, numbers))
+        self._untold.clear()
+        self._loop.call_later(ARRIVALS_S, self._tell_arrivals)
 
 
 def same_length(answers: _A, keys: Sequence[bytes]) -> _A:

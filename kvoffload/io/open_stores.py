@@ -5,20 +5,18 @@ import logging
 import threading
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from inspect import signature
-from typing import Any
+from typing import Any, TypeVar
 
 from msgspec import convert
 
 from kvoffload import registry
 from kvoffload.backends.admin import Purges
 from kvoffload.backends.base import (
-    Answers,
     Backend,
     LocalIndex,
     Observable,
     ReadsEach,
     Spares,
-    Written,
 )
 from kvoffload.backends.blocking_pool import run_once
 from kvoffload.backends.log_rate import Throttle
@@ -28,6 +26,7 @@ from kvoffload.io.protocol import Figures, Open, PresenceChanges, TierSettings
 from kvoffload.policies.told_return import ToldReturn
 
 log = logging.getLogger(__name__)
+_A = TypeVar("_A")
 _MOST = 1 << 53
 """Of a figure: Prometheus loses no digit, and sums fit into a message."""
 
@@ -236,51 +235,22 @@ def _check_fit(i: int, store: Observable, chunk_bytes: int, places: dict[str, in
         raise ConfigError(f"backends[{second}]", place, remedy)
 
 
-async def write_for(
-    backend: Backend,
-    keys: Sequence[bytes],
-    chunks: Sequence[memoryview],
-    tenants: Sequence[bytes],
-) -> Sequence[Written]:
-    """Write chunks, and say whose they are where the store keeps that.
+async def call_for(
+    tenants: Sequence[bytes], call: Callable[..., Awaitable[_A]], keys: Sequence[bytes], *given: Any
+) -> _A:
+    """Write or read chunks, and say whose they are or for whom, where the store takes that.
 
     Raises:
         ValueError: there are tenants, and not one for each key.
         Exception: the store's.
     """
     if not tenants:
-        return await backend.write(keys, chunks)
-    write: Callable[..., Awaitable[Sequence[Written]]] = backend.write
-    return await write(keys, chunks, *_taken(write, keys, tenants))
-
-
-async def read_each_for(
-    backend: ReadsEach,
-    keys: Sequence[bytes],
-    into: Sequence[memoryview],
-    arrived: Callable[[int], None],
-    tenants: Sequence[bytes],
-) -> Answers:
-    """Read chunks, and say for whom, where the store copies them into a nearer one.
-
-    Raises:
-        ValueError: there are tenants, and not one for each key.
-        Exception: the store's.
-    """
-    if not tenants:
-        return await backend.read_each(keys, into, arrived)
-    read: Callable[..., Awaitable[Answers]] = backend.read_each
-    return await read(keys, into, arrived, *_taken(read, keys, tenants))
-
-
-def _taken(
-    call: Callable[..., Any], keys: Sequence[bytes], tenants: Sequence[bytes]
-) -> list[Sequence[bytes]]:
-    """Return the tenants as an argument, if the call of a store takes them."""
+        return await call(keys, *given)
     if len(tenants) != len(keys):
         raise ValueError(f"{len(keys)} keys, but {len(tenants)} tenants")
     # Another module's backend may have the signature of the protocol alone.
-    return [tenants] if "tenants" in signature(call).parameters else []
+    takes_tenants = "tenants" in signature(call).parameters
+    return await (call(keys, *given, tenants) if takes_tenants else call(keys, *given))
 
 
 async def greet(store: OpenStore, facts: Mapping[str, str]) -> None:

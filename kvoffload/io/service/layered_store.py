@@ -24,7 +24,7 @@ from kvoffload.backends.base import (
 )
 from kvoffload.backends.log_rate import Throttle
 from kvoffload.errors import ConfigError
-from kvoffload.io.open_stores import write_for
+from kvoffload.io.open_stores import call_for
 from kvoffload.io.service.turns import NoTurnError
 from kvoffload.policies.told_return import ToldReturn
 
@@ -332,7 +332,8 @@ def _writes(
     call: Caller,
 ) -> Iterator[Coroutine[Any, Any, Sequence[Written]]]:
     for name, layer in layers.items():
-        yield call("write", name, len(keys), partial(write_for, layer, keys, chunks, tenants))
+        work = partial(call_for, tenants, layer.write, keys, chunks)
+        yield call("write", name, len(keys), work)
 
 
 async def _read(
