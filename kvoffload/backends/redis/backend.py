@@ -224,10 +224,11 @@ class RedisBackend(ThreadPoolBackend, RedisAdmin):
         nodes = self._nodes()
         infos = [node.server for node in nodes]
         breakers_open = sum(node.is_open for node in nodes)
+        is_unknown = self._topology is not None and self._topology.is_failing
         gauges = {
             "connections": sum(node.num_connections for node in nodes),
             "breakers_open": breakers_open,
-            "up": int(not nodes or breakers_open < len(nodes)),
+            "up": int(breakers_open < len(nodes) if nodes else not is_unknown),
             "server_evictions": sum(count_of(info.get("evicted_keys", "")) for info in infos),
         }
         return usage_of(infos, self._access.target.db)._replace(gauges=gauges)

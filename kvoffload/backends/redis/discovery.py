@@ -6,11 +6,10 @@ parsers check it, and raise ValueError. :mod:`~kvoffload.backends.redis.allowed`
 """
 
 import re
-import threading
-import time
 from binascii import crc_hqx
+from collections.abc import Callable, Iterable
 from itertools import pairwise
-from typing import Any
+from typing import Any, TypeVar
 
 from kvoffload.backends.redis.connection import Address
 from kvoffload.backends.redis.handshake import CommandRefused, connected
@@ -25,6 +24,8 @@ MAX_NODES = 1024
 """Masters in one table; Redis recommends at most 1,000 nodes."""
 _HOST = re.compile(r"[0-9A-Za-z._:%-]{1,253}")
 _SHOWN_SERVICES = 5
+_SHOWN_SERVERS = 5
+T = TypeVar("T")
 
 Slots = list[tuple[int, int, Address]]
 """Rows of a slot table: first slot, last slot, master."""
@@ -122,78 +123,62 @@ def fetch_slots(address: Address, access: Access) -> Slots:
     return slots
 
 
-class SentinelResolver:
-    """Asks Sentinels for the master's address and remembers it for a moment."""
+def find_master(access: Access) -> Address:
+    """Return the master that a Sentinel names; ConnectionError: none does."""
+    service, sentinels = access.target.service, access.target.addresses
+    user = access.options.sentinel_username, access.sentinel_password()
+    # A share of the time for each Sentinel: one that hangs leaves time for the next.
+    each_s = access.options.connect_timeout_s / len(sentinels)
 
-    def __init__(self, access: Access) -> None:
-        self._access = access
-        self._asking = threading.Lock()
-        self._known: Address | None = None
-        self._failure: OSError | None = None
-        self._until_s = self._failed_s = 0.0
-        """The end of the known address, and when the Sentinels last named none."""
+    def master(sentinel: Address) -> Address:
+        named = parse_masters(ask(sentinel, access, each_s, user, b"SENTINEL", b"MASTERS"))
+        if address := named.get(service):
+            return access.allowed.check(address)
+        known = escaped(sorted(named)[:_SHOWN_SERVICES], MAX_TEXT)
+        raise ValueError("counts it as down" if service in named else f"knows only {known}")
 
-    def __call__(self) -> Address:
-        """Return the master's address; OSError: no Sentinel names it, with the first failure."""
-        began_s = time.monotonic()
-        with self._asking:  # of the threads that come meanwhile, all have the first one's answer
-            if self._failure is not None and self._failed_s > began_s:
-                raise ConnectionError(str(self._failure)) from self._failure.__cause__
-            if self._known is None or time.monotonic() >= self._until_s:
-                try:
-                    self._known = self._find()
-                except OSError as error:
-                    self._failure, self._failed_s = error, time.monotonic()
-                    raise
-                self._until_s = time.monotonic() + REFRESH_EVERY_S
-            return self._known
-
-    def _find(self) -> Address:
-        target, answers = self._access.target, []
-        cause: Exception | None = None
-        for sentinel in target.addresses:
-            try:
-                masters = self._masters(sentinel)
-                if address := masters.get(target.service):
-                    return self._access.allowed.check(address)
-            except (OSError, ValueError) as error:
-                answers.append(f"{sentinel}: {str(error) or type(error).__name__}")
-                cause = cause or error
-                continue
-            known = escaped(sorted(masters)[:_SHOWN_SERVICES], MAX_TEXT)
-            verb = "counts it as down" if target.service in masters else f"knows only {known}"
-            answers.append(f"{sentinel} {verb}")
-        text = f"no Sentinel names a master {target.service!r}: {'; '.join(answers)}"
-        raise ConnectionError(text) from cause
-
-    def _masters(self, sentinel: Address) -> dict[str, Address | None]:
-        access = self._access
-        # A share of the time for each Sentinel: one that hangs leaves time for the next.
-        each_s = access.options.connect_timeout_s / len(access.target.addresses)
-        user = access.options.sentinel_username, access.sentinel_password()
-        return parse_masters(ask(sentinel, access, each_s, user, b"SENTINEL", b"MASTERS"))
+    return _first(sentinels, master, f"no Sentinel names a master {service!r}")
 
 
-def _whole(slots: Slots) -> Slots:
-    """Return a slot table that has a server for every slot; raises ValueError for another one."""
-    if missing := NUM_SLOTS - sum(stop + 1 - start for start, stop, _ in slots):
-        raise ValueError(f"{missing} of {NUM_SLOTS} slots have no server")
-    return slots
+def find_slots(access: Access, servers: Iterable[Address], *, whole: bool = False) -> Slots:
+    """Return which server has which slots: without a cluster, one has them all.
+
+    Args:
+        access: The URL and the credentials.
+        servers: Those of a cluster to ask.
+        whole: Accept only a table with a server for every slot.
+
+    Raises:
+        ConnectionError: no server tells; what each one said, with the first failure as its cause.
+    """
+    if access.target.kind != "cluster":
+        is_named = access.target.kind == "sentinel"
+        return [(0, NUM_SLOTS - 1, find_master(access) if is_named else access.target.addresses[0])]
+
+    def table(server: Address) -> Slots:
+        slots = fetch_slots(server, access)
+        missing = NUM_SLOTS - sum(stop + 1 - start for start, stop, _ in slots)
+        if whole and missing:
+            raise ValueError(f"{missing} of {NUM_SLOTS} slots have no server")
+        return slots
+
+    return _first(servers, table, "no server gives a slot table")
 
 
 def masters(access: Access) -> list[Address]:
     """Return every server that holds a part of the data; OSError: no server names them all."""
-    target = access.target
-    if target.kind == "sentinel":
-        return [SentinelResolver(access)()]
-    if target.kind != "cluster":
-        return [target.addresses[0]]
-    failure: OSError = OSError("no seeds")
-    for seed in target.addresses:
+    slots = find_slots(access, access.target.addresses, whole=True)
+    return list(dict.fromkeys(address for _, _, address in slots))
+
+
+def _first(servers: Iterable[Address], ask_one: Callable[[Address], T], failure: str) -> T:
+    """Return the first server's answer; ConnectionError: the failure, and what each server said."""
+    said: list[str] = []
+    cause: Exception | None = None
+    for server in servers:
         try:
-            slots = _whole(fetch_slots(seed, access))
-            return list(dict.fromkeys(address for _, _, address in slots))
+            return ask_one(server)
         except (OSError, ValueError) as error:
-            failure = OSError(f"{seed}: {error}")
-            failure.__cause__ = error
-    raise failure
+            said.append(f"{server}: {str(error) or type(error).__name__}")
+            cause = cause or error
+    raise ConnectionError(f"{failure}: {'; '.join(said[:_SHOWN_SERVERS])}") from cause

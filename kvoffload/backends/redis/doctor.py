@@ -283,7 +283,7 @@ def _by_connection(causes: Sequence[BaseException], access: Access) -> tuple[str
         (path and caused_by(PermissionError),
          "this user may not use the socket: unixsocketperm 770, and the server's group"),
         (path, "no server listens on this socket: start the server"),
-        (target.kind == "sentinel" and len(causes) == 1,
+        (target.kind == "sentinel" and not any(isinstance(e, OSError) for e in causes[1:]),
          "check the service's name, and that its master runs"),
         (caused_by(ConnectionRefusedError),
          "nothing listens there: check host and port, and that the server runs"),

@@ -29,7 +29,7 @@ _NEAR_AT_ONCE = 2
 """Chunks of one call in flight to such a server: they keep its one thread busy."""
 INFO_EVERY_S = 10.0
 """Time between two questions of how full a server is."""
-_DELIBERATE = frozenset({"shutdown", "moved", "breaker_open"})
+_DELIBERATE = frozenset({"shutdown", "breaker_open"})
 """Reasons for the end of a connection that no counter needs."""
 _HARMLESS = frozenset({"cancelled", "oversize", "out_of_step"})
 """Reasons for the end of a connection that are no failure of the server."""
@@ -42,8 +42,7 @@ class Node:
     """A server with its connections.
 
     Args:
-        resolve: Returns the server's address; runs before each connect, because Sentinels may move
-            the master.
+        address: The server's.
         access: Credentials and options.
         count: Counts a word.
         on_trouble: Runs when the server may no longer be in charge of its keys.
@@ -51,7 +50,7 @@ class Node:
 
     def __init__(
         self,
-        resolve: Callable[[], Address],
+        address: Address,
         access: Access,
         count: Count,
         on_trouble: Callable[[], None],
@@ -59,7 +58,7 @@ class Node:
         self.breaker = CircuitBreaker()
         self.server: ServerInfo = {}
         """The latest reply to ``INFO``, at most :data:`INFO_EVERY_S` old while the server is up."""
-        self._resolve = resolve
+        self._address = address
         self._access, self._options = access, access.options
         self._count = count
         self._on_trouble = on_trouble
@@ -71,10 +70,8 @@ class Node:
         self._used: set[Connection] = set()
         self._bounds = Bounds(self._options, self._lock, self._check)
         self._round_trip_s = math.inf
-        """The shortest one to this address."""
+        """The shortest one."""
         self._refusals = Refusals(count)
-        self._address: Address | None = None
-        self._label = "an unknown address"
         self._is_closed = threading.Event()
         self._probing: threading.Thread | None = None
 
@@ -248,7 +245,7 @@ class Node:
             connection.close()
             self._check(request)
         self._count("connect_failed")
-        log.debug("redis at %s: %s", self._label, reason)
+        log.debug("redis at %s: %s", self._address, reason)
         self._fail("connect", time.monotonic() - began, reason)
         self._on_trouble()
         raise Lost("unreachable")
@@ -256,18 +253,10 @@ class Node:
     def _open(self, connection: Connection) -> None:
         """Connect and do the handshake; OSError, or ValueError for a bad host name or secret."""
         deadline = time.monotonic() + self._options.connect_timeout_s
-        address = self._resolve()
-        self._label = str(address)
-        connection.open(address, self._access.tls, deadline, self._access.allowed.check_ip)
-        server, took_s = handshake(connection, self._access)
+        connection.open(self._address, self._access.tls, deadline, self._access.allowed.check_ip)
+        self.server, took_s = handshake(connection, self._access)
         connection.opened()
-        with self._lock:
-            if self._address not in (None, address):
-                # A failover: the old connections lead to a server that is the master no more.
-                self._drop_connections("moved", but=connection)
-                self._round_trip_s = math.inf
-            self._round_trip_s = min(self._round_trip_s, took_s)
-            self._address, self.server = address, server
+        self._round_trip_s = min(self._round_trip_s, took_s)
         self._count("connected")
 
     def _talk(self, connection: Connection, request: Request, talk: Callable[[Connection], T]) -> T:
@@ -303,7 +292,7 @@ class Node:
         connection.lost = connection.lost or reason
         with self._lock:
             self._end([connection])
-        log.debug("redis at %s: connection lost: %s", self._label, text)
+        log.debug("redis at %s: connection lost: %s", self._address, text)
         if reason not in _DELIBERATE | _HARMLESS:
             self._fail(request.kind, lasted_s, text, request)
             self._on_trouble()
@@ -319,21 +308,18 @@ class Node:
     def _drop(self, reason: str) -> None:
         """End every connection, and every request."""
         with self._lock:
-            self._drop_connections(reason)
+            for connection in self._used:
+                connection.abort(reason)
+            for idle in self._idle.values():
+                for connection in idle:
+                    connection.close(reason)
+                idle.clear()
             self._bounds.wake()
-
-    def _drop_connections(self, reason: str, but: Connection | None = None) -> None:
-        for connection in self._used - {but}:
-            connection.abort(reason)
-        for idle in self._idle.values():
-            for connection in idle:
-                connection.close(reason)
-            idle.clear()
 
     # ---- errors and failures -------------------------------------------------------------------
 
     def _judge(self, error: ServerError, connection: Connection | None, request: Request) -> None:
-        if self._refusals.is_failure(error, request, self._label):
+        if self._refusals.is_failure(error, request, str(self._address)):
             self.lose(connection, error.code)
             self._fail(request.kind, 0.0, error.code, request)
             self._on_trouble()
@@ -356,14 +342,14 @@ class Node:
                 return
             self._drop("breaker_open")
         self._count("breaker_opened")
-        log.warning("redis at %s is left alone until it answers again: %s", self._label, reason)
+        log.warning("redis at %s is left alone until it answers again: %s", self._address, reason)
         probing = threading.Thread(
             target=self._probe, args=(nbytes,), name="kvoffload-redis-probe", daemon=True
         )
         try:
             probing.start()
         except RuntimeError as error:  # the system has no more threads: requests probe instead
-            log.warning("redis at %s cannot be probed: %s", self._label, error)
+            log.warning("redis at %s cannot be probed: %s", self._address, error)
             with self._lock:
                 self.breaker.probe_succeeded()
         else:
@@ -382,7 +368,7 @@ class Node:
                     echo(connection, nbytes)
                 connection.check_usable()
             except Exception as error:  # no error ends the probing
-                log.debug("redis at %s: the probe failed: %s", self._label, error)
+                log.debug("redis at %s: the probe failed: %s", self._address, error)
                 connection.close()
                 with self._lock:
                     self._used.discard(connection)
@@ -393,5 +379,5 @@ class Node:
                 self.breaker.probe_succeeded()
                 self._give_back(connection, is_lookup=True)
             self._count("breaker_closed")
-            log.warning("redis at %s is back", self._label)
+            log.warning("redis at %s is back", self._address)
             return  # the breaker may be open again, with a probe of its own

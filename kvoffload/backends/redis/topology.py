@@ -7,15 +7,15 @@ background, at most twice a second; no load or store waits for it.
 import logging
 import threading
 from collections.abc import Sequence
+from itertools import takewhile
 
 from kvoffload.backends.redis.background import Background
 from kvoffload.backends.redis.connection import Address
 from kvoffload.backends.redis.discovery import (
     NUM_SLOTS,
     REFRESH_EVERY_S,
-    SentinelResolver,
     Slots,
-    fetch_slots,
+    find_slots,
     key_slot,
     parse_redirect,
 )
@@ -25,13 +25,11 @@ from kvoffload.backends.redis.resp import ServerError
 
 log = logging.getLogger(__name__)
 
-_SHOWN_SERVERS = 5
-
 
 class Topology:
     """The nodes of a URL, and the one of each slot: without a cluster, one has them all.
 
-    Any thread may call the methods. A slot table comes in the background.
+    Any thread may call the methods. What Sentinels or a cluster tell comes in the background.
     """
 
     def __init__(self, access: Access, count: Count) -> None:
@@ -41,23 +39,20 @@ class Topology:
         self._nodes: dict[Address, Node] = {}
         self._slots: list[Node | None] = [None] * NUM_SLOTS
         self._known = threading.Event()
-        self._is_failing = self._is_closed = self._warned = False
+        self.is_failing = False
+        """Whether no server told at the last question who has which slots."""
+        self._is_closed = self._warned = False
         self._refresher = Background("kvoffload-redis-slots", self._refresh, lambda: None)
         self._is_cluster = access.target.kind == "cluster"
-        if self._is_cluster:
+        if access.target.kind:
             self._refresher.wake()
-            return
-        address = self._seeds[0]
-        is_named = access.target.kind == "sentinel"
-        resolve = SentinelResolver(access) if is_named else lambda: address
-        self._nodes[address] = node = Node(resolve, access, count, lambda: None)
-        self._slots = [node] * NUM_SLOTS
-        self._known.set()
+        else:
+            self._refresh()
 
     @property
     def is_known(self) -> bool:
         """Whether the servers are known, or cannot be."""
-        return self._known.is_set() or self._is_failing
+        return self._known.is_set() or self.is_failing
 
     def wait(self) -> None:
         """Wait until the servers are known, at most for two connect timeouts."""
@@ -120,41 +115,29 @@ class Topology:
 
     def _node_at(self, address: Address) -> Node:
         if address not in self._nodes:
-            trouble = self._refresher.wake
-            node = Node(lambda: address, self._access, self._count, trouble)
+            node = Node(address, self._access, self._count, self._refresher.wake)
             self._nodes[address] = node
             if self._is_closed:
                 node.close()
         return self._nodes[address]
 
     def _refresh(self) -> float:
-        slots = self._fetch()
-        if slots is not None and self._is_failing:
-            log.warning("redis cluster: a slot table is known again")
-        self._is_failing = slots is None
-        if slots is None:
-            self._refresher.wake()  # no server answered: ask again after the pause
+        with self._changing:
+            healthy = [address for address, node in self._nodes.items() if not node.is_open]
+        servers = takewhile(lambda _: not self._is_closed, dict.fromkeys([*healthy, *self._seeds]))
+        try:
+            self._adopt(find_slots(self._access, servers))
+        except Exception as error:  # no error ends the refresher
+            if not (self.is_failing or self._is_closed):  # log the first failed round only
+                log.warning("redis: %s", error)
+            self.is_failing = True
+            self._refresher.wake()  # ask again after the pause
             return 2 * REFRESH_EVERY_S
-        self._adopt(slots)
+        if self.is_failing:
+            log.warning("redis: the servers are known again")
+        self.is_failing = False
         self._known.set()
         return REFRESH_EVERY_S
-
-    def _fetch(self) -> Slots | None:
-        with self._changing:
-            healthy = [a for a, node in self._nodes.items() if not node.is_open]
-            known = list(self._nodes)
-        failures: list[str] = []
-        for address in dict.fromkeys([*healthy, *self._seeds, *known]):
-            if self._is_closed:
-                return None
-            try:
-                return fetch_slots(address, self._access)
-            except Exception as error:  # no error ends the refresher
-                failures.append(f"{address}: {str(error) or type(error).__name__}")
-        if not self._is_failing:  # log the first failed round only
-            some = "; ".join(failures[:_SHOWN_SERVERS])
-            log.warning("redis cluster: no server gives a slot table: %s", some)
-        return None
 
     def _adopt(self, slots: Slots) -> None:
         with self._changing:

@@ -15,7 +15,7 @@ from kvoffload.backends.redis.circuit_breaker import CircuitBreaker
 from kvoffload.backends.redis.connection import Address
 from kvoffload.backends.redis.discovery import (
     NUM_SLOTS,
-    SentinelResolver,
+    find_master,
     key_slot,
     parse_address,
     parse_masters,
@@ -149,28 +149,15 @@ async def test_a_refused_description_waits_a_minute_and_a_failed_one_less(
 # ---- Sentinels -----------------------------------------------------------------------------------
 
 
-async def resolved(resolve):
-    return await asyncio.to_thread(resolve)
-
-
-async def test_the_next_sentinel_replaces_one_that_is_down_and_its_answer_is_remembered(
-    monkeypatch,
-):
-    monkeypatch.setattr(discovery, "REFRESH_EVERY_S", 3600.0)
-
+async def test_the_next_sentinel_replaces_one_that_is_down():
     def answer(words):
         return masters_of("m", "127.0.0.1", "7") if words[0] == b"SENTINEL" else polite(words)
 
     async with FakeRedis(answer) as sentinel:
         url = f"redis+sentinel://127.0.0.1:{free_port()},{sentinel.address}/m"
         options = RedisOptions(url=url, connect_timeout_s=10.0)
-        resolve = SentinelResolver(Access(options))
-        for _ in range(3):
-            assert await resolved(resolve) == parse_address("127.0.0.1", "7")
-        assert sent(sentinel, b"SENTINEL") == 1
-        resolve._until_s -= 3600.0
-        await resolved(resolve)
-        assert sent(sentinel, b"SENTINEL") == 2
+        found = await asyncio.to_thread(find_master, Access(options))
+        assert found == parse_address("127.0.0.1", "7")
 
 
 async def test_the_error_shows_each_sentinels_answer_and_the_first_failure_is_its_cause():
@@ -181,14 +168,46 @@ async def test_the_error_shows_each_sentinels_answer_and_the_first_failure_is_it
     async with FakeRedis(answer) as sentinel, FakeRedis(lambda words: b"-ERR odd\r\n") as other:
         url = f"redis+sentinel://127.0.0.1:{down},{sentinel.address},{other.address}/m"
         options = RedisOptions(url=url, connect_timeout_s=10.0)
-        resolve = SentinelResolver(Access(options))
         with pytest.raises(ConnectionError, match="no Sentinel names a master 'm'") as caught:
-            await resolved(resolve)
+            await asyncio.to_thread(find_master, Access(options))
     text = str(caught.value)
-    assert f"{sentinel.address} knows only ['n']" in text
+    assert f"{sentinel.address}: knows only ['n']" in text
     assert f"127.0.0.1:{down}: " in text
     assert f"{other.address}: SENTINEL refused: ERR odd" in text
     assert isinstance(caught.value.__cause__, ConnectionRefusedError)
+
+
+async def test_a_tier_is_down_while_no_sentinel_names_its_master_and_the_master_then_serves(caplog):
+    """The reason is logged once, and the Sentinels are asked at a pace."""
+    masters, begun_s = [], time.monotonic()
+
+    def answer(words):
+        if words[0] == b"SENTINEL":
+            return masters[0] if masters else b"-ERR no\r\n"
+        return polite(words)
+
+    async with FakeRedis(polite) as master, FakeRedis(answer) as sentinel:
+        async with RedisEngine(f"redis+sentinel://{sentinel.address}/m", **PATIENT) as engine:
+            assert await engine.load() == [False] * 8
+
+            async def asked_twice():
+                return sent(sentinel, b"SENTINEL") > 1
+
+            await until(asked_twice)
+            assert engine.backend.usage().gauges["up"] == 0
+            assert engine.count("read_no_server") == 8
+            (line,) = (each for each in caplog.messages if "no Sentinel names" in each)
+            assert f"{sentinel.address}: SENTINEL refused: ERR no" in line
+            masters.append(masters_of("m", "127.0.0.1", str(master.port)))
+
+            async def served():
+                await engine.load()
+                return sent(master, b"GETEX") > 0
+
+            await until(served)
+            assert engine.backend.usage().gauges["up"] == 1
+            most = 2 + (time.monotonic() - begun_s) / discovery.REFRESH_EVERY_S
+            assert sent(sentinel, b"SENTINEL") <= most
 
 
 # ---- replies of servers --------------------------------------------------------------------------
