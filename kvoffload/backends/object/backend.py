@@ -6,7 +6,7 @@ that is slow, busy or refuses costs misses, and each request ends by its deadlin
 ``docs/guides/object.md``.
 
 Modules from the wire up: ``bucket`` has the requests, ``failures`` what goes wrong with them.
-``request_kind``, ``share_breaker`` and ``bytes_in_flight`` bound them. ``naming`` and
+``request_kind`` and ``share_breaker`` bound them. ``naming`` and
 ``manifest_index`` have the objects' names. ``options`` has the settings, ``admin`` and ``doctor``
 operators' commands.
 """
@@ -33,13 +33,13 @@ from kvoffload.backends.base import (
 )
 from kvoffload.backends.blocking_pool import BlockingPool, run_once, start_once
 from kvoffload.backends.header import Header, check_key, parse_header
+from kvoffload.backends.in_flight import InFlight, Transfer
 from kvoffload.backends.log_rate import Throttle
 from kvoffload.backends.object import naming
 from kvoffload.backends.object.admin import ObjectAdmin, described
 from kvoffload.backends.object.bucket import Bucket, Incoming, Put, Stored
-from kvoffload.backends.object.bytes_in_flight import InFlightBytes, Kind
 from kvoffload.backends.object.doctor import IF_FAILED, IF_SLOW, examine
-from kvoffload.backends.object.failures import CANCELLED, TIMEOUT, Failed
+from kvoffload.backends.object.failures import BUSY, CANCELLED, TIMEOUT, Failed
 from kvoffload.backends.object.manifest_index import ManifestIndex
 from kvoffload.backends.object.options import ObjectOptions, weaknesses
 from kvoffload.backends.object.request_kind import Requests
@@ -107,7 +107,9 @@ class ObjectBackend(ThreadedBackend, ObjectAdmin):
         self._lookup_requests = Requests("lookup", self.count, check)
         self._reads = Requests("read", self.count, check)
         self._writes = Requests("write", self.count, check)
-        self._in_flight = InFlightBytes(int(options.max_inflight_bytes), options.timeout_s)
+        self._in_flight = InFlight(
+            int(options.max_inflight_bytes), self._go_on, patience_s=options.timeout_s
+        )
         self._cancelled: set[int] = set()
         """Threads whose caller is gone."""
         self._changing = threading.Lock()
@@ -221,7 +223,7 @@ class ObjectBackend(ThreadedBackend, ObjectAdmin):
 
     def get(self, key: bytes, header: memoryview, into: memoryview) -> bool | ReadResult:
         def transfer() -> bool:
-            with self._room("load", into.nbytes):
+            with self._room(Transfer("load", into.nbytes)):
                 return self._receive(key, header, into)
 
         try:
@@ -235,7 +237,7 @@ class ObjectBackend(ThreadedBackend, ObjectAdmin):
         name, replace = naming.chunk_name(self._tag, key), key in self._useless
 
         def transfer() -> Put:
-            with self._room("store", chunk.nbytes):
+            with self._room(Transfer("store", chunk.nbytes)):
                 return self._bucket.put(name, [header, chunk], replace=replace)
 
         try:
@@ -268,12 +270,22 @@ class ObjectBackend(ThreadedBackend, ObjectAdmin):
         self._in_flight.wake()
 
     @contextlib.contextmanager
-    def _room(self, kind: Kind, nbytes: int) -> Iterator[None]:
+    def _room(self, transfer: Transfer) -> Iterator[None]:
         """Wait for room for a chunk, and hold it."""
-        me = threading.get_ident()
-        self._cancelled.discard(me)
-        with self._in_flight.of(kind, nbytes, lambda: me in self._cancelled):
+        self._cancelled.discard(threading.get_ident())
+        try:
+            self._in_flight.enter(transfer)
+        except TimeoutError:
+            raise Failed(BUSY) from None
+        try:
             yield
+        finally:
+            self._in_flight.leave(transfer)
+
+    def _go_on(self, transfer: Transfer) -> None:
+        """Raise :class:`Failed` on a thread whose caller is gone."""
+        if threading.get_ident() in self._cancelled:
+            raise Failed(CANCELLED)
 
     def _receive(self, key: bytes, header: memoryview, into: memoryview) -> bool:
         """Receive an object as far as it may be the chunk; return False for one that expired."""

@@ -6,7 +6,7 @@ load verifies its value. A server that is down, slow or full costs misses and ne
 :mod:`~kvoffload.backends.redis.circuit_breaker`. Operators read ``docs/guides/redis.md``.
 
 Modules from the wire up: ``resp`` is the wire format, ``connection`` a socket. ``handshake``,
-``circuit_breaker``, ``bounds``, ``refusals`` and ``node`` are one server. ``discovery``,
+``circuit_breaker``, ``request``, ``refusals`` and ``node`` are one server. ``discovery``,
 ``allowed`` and ``topology`` are several. ``sealer`` and ``chunk_io`` have values, loads, stores and
 lookups. ``options`` has the settings, ``namespace_info`` the names of values, ``admin`` and
 ``doctor`` operators' commands.
@@ -33,7 +33,6 @@ from kvoffload.backends.log_rate import Throttle
 from kvoffload.backends.redis import node as nodes
 from kvoffload.backends.redis.admin import RedisAdmin, count_of, usage_of
 from kvoffload.backends.redis.background import Background
-from kvoffload.backends.redis.bounds import Request
 from kvoffload.backends.redis.chunk_io import ChunkIO
 from kvoffload.backends.redis.connection import Lost
 from kvoffload.backends.redis.doctor import IF_FAILED, IF_SLOW, examine
@@ -41,6 +40,7 @@ from kvoffload.backends.redis.namespace_info import NamespaceInfo, namespace_pre
 from kvoffload.backends.redis.namespace_scan import described
 from kvoffload.backends.redis.node import Node
 from kvoffload.backends.redis.options import KEY_CONTEXT, Access, RedisOptions, redacted
+from kvoffload.backends.redis.request import Request
 from kvoffload.backends.redis.sealer import Sealer
 from kvoffload.backends.redis.topology import Topology
 from kvoffload.backends.seals import Seal

@@ -6,9 +6,9 @@ All functions block, and run on threads of the backend.
 from collections.abc import Callable, Sequence
 
 from kvoffload.backends.header import COMPACT_BYTES, OTHER_VERSION, counted_as, parse_header
-from kvoffload.backends.redis.bounds import Request
 from kvoffload.backends.redis.connection import Connection, Lost
 from kvoffload.backends.redis.node import Node
+from kvoffload.backends.redis.request import Request
 from kvoffload.backends.redis.resp import MAX_VALUE_BYTES, Filled, ServerError, encode
 from kvoffload.backends.redis.sealer import Sealer
 from kvoffload.backends.redis.topology import Topology

@@ -13,12 +13,13 @@ import time
 from collections.abc import Callable, Iterable
 from typing import TypeVar
 
-from kvoffload.backends.redis.bounds import MIN_IN_FLIGHT, Bounds, Request
+from kvoffload.backends.in_flight import InFlight
 from kvoffload.backends.redis.circuit_breaker import CircuitBreaker
 from kvoffload.backends.redis.connection import Address, Connection, Lost
 from kvoffload.backends.redis.handshake import ServerInfo, echo, expect, handshake, info_of
 from kvoffload.backends.redis.options import Access
 from kvoffload.backends.redis.refusals import Refusals
+from kvoffload.backends.redis.request import Request
 from kvoffload.backends.redis.resp import ProtocolError, Reply, ServerError
 
 log = logging.getLogger(__name__)
@@ -27,6 +28,8 @@ _NEAR_S = 0.0005
 """A shorter round trip hides behind the transfer of another chunk."""
 _NEAR_AT_ONCE = 2
 """Chunks of one call in flight to such a server: they keep its one thread busy."""
+MIN_IN_FLIGHT = 2
+"""Chunks always allowed in flight to one server, so that it finds the next one waiting."""
 INFO_EVERY_S = 10.0
 """Time between two questions of how full a server is."""
 _DELIBERATE = frozenset({"shutdown", "breaker_open"})
@@ -68,7 +71,13 @@ class Node:
         """Connections without a command, for lookups (True) and for chunks. The lists stay the
         same: a request that is about to take a connection has one of them."""
         self._used: set[Connection] = set()
-        self._bounds = Bounds(self._options, self._lock, self._check)
+        self._bounds = InFlight(
+            int(self._options.max_inflight_bytes),
+            self._check,
+            least=MIN_IN_FLIGHT,
+            most=self._options.connections,
+            lock=self._lock,
+        )
         self._round_trip_s = math.inf
         """The shortest one."""
         self._refusals = Refusals(count)
@@ -132,6 +141,7 @@ class Node:
             self._give_back(connection, is_lookup=request.kind == "lookup")
             return reply
         finally:
+            request.is_busy = False
             self._bounds.leave(request)
 
     def ask(self, request: Request, commands: bytes, count: int) -> list[int | ServerError]:

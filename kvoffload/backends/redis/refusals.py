@@ -5,8 +5,8 @@ import threading
 import time
 from collections.abc import Callable
 
-from kvoffload.backends.redis.bounds import Request
 from kvoffload.backends.redis.handshake import IN_STEP
+from kvoffload.backends.redis.request import Request
 from kvoffload.backends.redis.resp import ServerError
 
 log = logging.getLogger(__name__)

@@ -1,15 +1,12 @@
-"""What bounds requests: the breaker by share, the bytes in flight, the listings."""
+"""What bounds requests: the breaker by share, the listings."""
 
 import itertools
-import threading
-import time
 
 import pytest
 
 from kvoffload import open_backend
 from kvoffload.backends.object import admin
-from kvoffload.backends.object.bytes_in_flight import InFlightBytes
-from kvoffload.backends.object.failures import BUSY, CANCELLED, Failed, Failure
+from kvoffload.backends.object.failures import Failed, Failure
 from kvoffload.backends.object.request_kind import Requests
 from kvoffload.backends.object.share_breaker import ShareBreaker
 from kvoffload.testing.backends import filled, keys_of, slots
@@ -99,52 +96,6 @@ def test_a_bucket_that_comes_and_goes_is_said_once(caplog):
     assert len(said) == 2
     assert "forbidden (403 AccessDenied); grant it" in said[0]
     assert "answers again" in said[1]
-
-
-def held(bound, kind, nbytes, release, begun):
-    """Start a thread that holds room until it may let go."""
-
-    def hold():
-        with bound.of(kind, nbytes, lambda: False):
-            begun.append(kind)
-            release.wait(10)
-
-    thread = threading.Thread(target=hold)
-    thread.start()
-    return thread
-
-
-def test_loads_go_before_stores_that_wait(until):
-    bound, release, begun = InFlightBytes(100, 10), threading.Event(), []
-    first, second = threading.Event(), threading.Event()
-    threads = [held(bound, "load", 90, first, begun)]
-    until(lambda: bound.nbytes == 90)
-    threads.append(held(bound, "store", 60, release, begun))
-    threads.append(held(bound, "load", 60, second, begun))
-    until(lambda: bound._waiting_loads == 1)
-    first.set()
-    until(lambda: begun == ["load", "load"])
-    second.set()
-    until(lambda: begun == ["load", "load", "store"])
-    release.set()
-    for thread in threads:
-        thread.join()
-    assert bound.nbytes == 0
-
-
-def test_a_transfer_waits_no_longer_than_its_patience_and_a_large_one_goes_alone():
-    bound = InFlightBytes(100, 0.05)
-    with bound.of("store", 1000, lambda: False):
-        began = time.monotonic()
-        with pytest.raises(Failed) as late, bound.of("load", 1, lambda: False):
-            pass
-        assert late.value.failure is BUSY
-        assert time.monotonic() - began >= 0.05
-        with pytest.raises(Failed) as gone, bound.of("load", 1, lambda: True):
-            pass
-        assert gone.value.failure is CANCELLED
-    with bound.of("load", 1000, lambda: False):
-        assert bound.nbytes == 1000
 
 
 async def test_engines_send_no_list(s3):
