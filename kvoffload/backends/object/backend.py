@@ -340,12 +340,13 @@ class ObjectBackend(ThreadedBackend, ObjectAdmin):
         Begins a test of a bucket that was left alone, because an idle engine asks for no chunk.
         """
         for kind in (self._lookup_requests, self._reads):
-            if kind.is_due and not self.is_closed:
+            if kind.breaker.is_due and not self.is_closed:
                 start_once(partial(self._test, kind))
         kinds = (self._lookup_requests, self._reads, self._writes)
+        open_ones = {kind for kind in kinds if kind.breaker.is_open}
         gauges = {
-            "up": int(not (self._lookup_requests.is_open or self._reads.is_open)),
-            "breakers_open": sum(kind.is_open for kind in kinds),
+            "up": int(not (open_ones & {self._lookup_requests, self._reads})),
+            "breakers_open": len(open_ones),
             "inflight_bytes": self._in_flight.nbytes,
         }
         if self._manifest is not None:

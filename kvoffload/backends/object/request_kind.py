@@ -30,21 +30,12 @@ class Requests:
         self, verb: Verb, count: Callable[[str], None], ask_for_reason: Callable[[], None]
     ) -> None:
         self._verb, self._count, self._ask_for_reason = verb, count, ask_for_reason
-        self._breaker = ShareBreaker()
+        self.breaker = ShareBreaker()
+        """While it is open, no request is sent but one now and then."""
         self._saying = threading.Lock()
         self._said_s: dict[str, float] = {}
         self._owes_word = False
         """Whether the log says that these requests pause."""
-
-    @property
-    def is_open(self) -> bool:
-        """Whether the breaker is open: no request is sent but one now and then."""
-        return self._breaker.is_open
-
-    @property
-    def is_due(self) -> bool:
-        """Whether the breaker is open, and a request may be sent to test the bucket."""
-        return self._breaker.is_due
 
     def ask(self, work: Callable[[], T], *, is_test: bool = False) -> T:
         """Return what ``work`` returns; FileNotFoundError passes, as an answer.
@@ -56,7 +47,7 @@ class Requests:
         Raises:
             Failed: the request failed, or was not sent.
         """
-        if not self._breaker.admits():
+        if not self.breaker.admits():
             self._count(f"{self._verb}_{BREAKER_OPEN.reason}")
             raise Failed(BREAKER_OPEN)
         try:
@@ -71,7 +62,7 @@ class Requests:
         return answer
 
     def _succeeded(self, is_test: bool) -> None:
-        if self._breaker.succeeded(is_test=is_test):
+        if self.breaker.succeeded(is_test=is_test):
             with self._saying:
                 owed, self._owes_word = self._owes_word, False
             if owed:
@@ -82,7 +73,7 @@ class Requests:
         self._count(failure.reason if is_answer else f"{self._verb}_{failure.reason}")
         if failure in (CANCELLED, BUSY):
             return  # the bucket was not asked
-        opened = self._breaker.failed(at_once=failure.is_lasting)
+        opened = self.breaker.failed(at_once=failure.is_lasting)
         if opened or failure.is_lasting:
             self._say(failure)
 

@@ -4,6 +4,7 @@ import os
 import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
+from functools import partial
 
 from kvoffload.backends.redis.connection import Address, Connection
 from kvoffload.backends.redis.options import Access
@@ -108,7 +109,8 @@ def echo(connection: Connection, nbytes: int) -> None:
     # Random, so that no network device compresses it to a few bytes.
     size = min(nbytes, _PROBE_BYTES)
     noise = os.urandom(_NOISE_BYTES) * (size // _NOISE_BYTES + 1)
-    (reply,) = connection.ask_all([encode(b"PING", noise[:size])], connection.reader.skip)
+    read = partial(connection.reader.value, size)
+    (reply,) = connection.ask_all([encode(b"PING", noise[:size])], read)
     if isinstance(reply, ServerError) and reply.code not in IN_STEP:
         raise ConnectionError(reply.text)
 

@@ -167,14 +167,6 @@ class ReplyReader:
         size = self._value_size(SCRATCH_BYTES)
         return self._bulk(size, limit) if isinstance(size, int) else size
 
-    def skip(self) -> ServerError | None:
-        """Receive a value of any size and drop it; a hostile one ends with the patience."""
-        size = self._value_size(SCRATCH_BYTES)
-        if isinstance(size, int):
-            self._drop(size + 2)
-            return None
-        return size
-
     # ---- parts of replies ----------------------------------------------------------------------
 
     def _line(self, at_once: int = SCRATCH_BYTES) -> bytes:

@@ -83,7 +83,7 @@ def test_after_a_test_without_a_chunk_the_next_failure_opens_the_breaker_for_lon
 
 def test_a_bucket_that_comes_and_goes_is_said_once(caplog):
     requests = Requests("read", lambda reason: None, lambda: None)
-    requests._breaker.pause_s = 0.0
+    requests.breaker.pause_s = 0.0
 
     def refused():
         raise Failed(Failure("refused_forbidden", "grant it", "403 AccessDenied", is_lasting=True))

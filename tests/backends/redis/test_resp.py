@@ -274,11 +274,6 @@ def test_an_operators_value_has_any_size_up_to_its_limit():
         reader_of(b"$3\r\nabcXY").value()
 
 
-def test_a_value_that_is_skipped_leaves_the_reader_in_step():
-    reader = reader_of(b"$100000\r\n" + bytes(100_000) + b"\r\n+OK\r\n", (5, 3000))
-    assert (reader.skip(), reader.reply()) == (None, b"OK")
-
-
 @pytest.mark.parametrize("empty", [b"*0\r\n", b"*-1\r\n"])
 def test_an_array_without_elements_counts_as_one_against_the_bound_of_a_table(empty):
     most = MAX_TABLE_ELEMENTS // 2  # each row counts, and so do the rows that were announced
