@@ -16,14 +16,10 @@ import sys
 import tracemalloc
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
-from functools import partial
 from types import FrameType
 from typing import Any
 
 from kvoffload.policies.base import Policy, refusal
-from kvoffload.policies.kept_order import KeptOrder
-from kvoffload.policies.return_order import ReturnOrder
-from kvoffload.policies.told_return import ToldReturn
 
 __all__ = ["PolicySuite", "work"]
 
@@ -149,14 +145,6 @@ class PolicySuite(ABC):
             assert set(policy.victims(capacity)) == order
             assert len(policy) == 0
 
-    def test_victims_stop_at_what_there_is(self) -> None:
-        policy = self.make(4)
-        assert list(policy.victims(3)) == []
-        policy.add([_key(1)])
-        assert list(policy.victims(0)) == []
-        assert list(policy.victims(3)) == [_key(1)]
-        assert list(policy.victims(3)) == []
-
     def test_a_pinned_key_is_no_victim_and_comes_back(self) -> None:
         """``remove`` protects a key until ``add``, however much is evicted meanwhile."""
         policy = self.make(8)
@@ -173,14 +161,6 @@ class PolicySuite(ABC):
         policy.add([_key(3)])
         assert _key(3) in policy
         assert _key(3) in policy.victims(8)
-
-    def test_touching_an_unknown_key_adds_nothing(self) -> None:
-        """A store touches the keys of a prompt before it looks which of them it has."""
-        policy = self.make(4)
-        policy.touch(_keys([1, 2]))
-        assert len(policy) == 0
-        assert _key(1) not in policy
-        assert _key(2) not in policy
 
     def test_the_tail_of_a_prefix_leaves_before_its_head(self) -> None:
         """Of a prompt used tail first the tail is given up first."""
@@ -223,81 +203,6 @@ class PolicySuite(ABC):
             _in_single_calls(policies[1], name, keys)
             assert len(policies[0]) == len(policies[1])
         assert list(policies[0].victims(60)) == list(policies[1].victims(60))
-
-    def test_without_claims_the_order_of_returns_decides_as_the_policy(self) -> None:
-        """A store may wrap a policy in :class:`~kvoffload.policies.return_order.ReturnOrder`."""
-        rng = random.Random(5)
-        plain, inner = self.make(40), self.make(40)
-        wrapped = ReturnOrder(inner, 40, now_s=lambda: 0.0)
-        for number in range(2000):
-            key = _key(rng.randrange(120))
-            for policy in (plain, wrapped):
-                policy.touch([key])
-            if key not in plain:
-                if len(plain) == 40:
-                    assert list(plain.victims(1)) == list(wrapped.victims(1))
-                plain.add([key])
-                wrapped.add([key])
-            wrapped.withdraw(key)
-            wrapped.used([key, _key(number)])
-
-    def test_claims_over_the_policy_lose_no_key(self) -> None:
-        """Sessions that say when they return take their chunks out of the policy, and back."""
-        for seed in range(10):
-            rng, now_s = random.Random(seed), [0.0]
-            policy = ReturnOrder(self.make(60), 60, now_s=partial(min, now_s))
-            order: set[bytes] = set()
-            for _ in range(600):
-                now_s[0] += rng.uniform(0, 5)
-                first = 10 * rng.randrange(12)
-                prompt = _keys(range(first, first + rng.randrange(1, 10)))
-                policy.touch(prompt[::-1])
-                new = [key for key in prompt[::-1] if key not in order][: 60 - len(order)]
-                policy.add(new)
-                order.update(new)
-                call = rng.choice(["expect", "expect", "withdraw", "used", "pin"])
-                if call == "expect":
-                    policy.expect(prompt[0], prompt, rng.choice([0.0, 9.0, 99.0, math.inf]))
-                elif call == "withdraw":
-                    policy.withdraw(prompt[0])
-                elif call == "used":
-                    policy.used(prompt)
-                else:
-                    here = [key for key in prompt if key in order]
-                    policy.remove(here)
-                    policy.add(here[::-1])
-                gone = policy.victims(rng.randrange(9))
-                assert order.issuperset(gone), "only keys of the order may leave"
-                order.difference_update(gone)
-                assert len(policy) == len(order)
-            assert set(policy.victims(60)) == order
-
-    def test_kept_chunks_leave_last_whatever_is_told_of_them(self) -> None:
-        """A store takes chunks that queued requests need out of the order of returns, and back."""
-        for seed in range(4):
-            rng, kept = random.Random(seed), dict[bytes, None]()
-            returns = ReturnOrder(self.make(60), 60, now_s=lambda: 0.0)
-            policy, order = KeptOrder(returns, kept), set[bytes]()
-            for _ in range(200):
-                prompt = _keys(range(first := 5 * rng.randrange(24), first + rng.randrange(1, 9)))
-                new = [key for key in prompt if key not in order][: 60 - len(order)]
-                policy.add(new)
-                order.update(new)
-                in_s = rng.choice([None, 0.0, 9.0, math.inf])
-                ToldReturn(prompt[0], prompt, in_s, rng.randrange(9)).apply(returns)
-                keep = [key for key in prompt if key in order and key not in kept]
-                policy.keep(keep)
-                kept.update(dict.fromkeys(keep))
-                let_go = [key for key in kept if rng.random() < 0.5]
-                for key in let_go:
-                    del kept[key]
-                policy.let_go(let_go)
-                gone = policy.victims(rng.randrange(9))
-                assert kept.keys().isdisjoint(gone), "a kept key was evicted"
-                assert order.issuperset(gone), "only keys of the order may leave"
-                order.difference_update(gone)
-                assert len(policy) == len(order)
-            assert set(policy.victims(60)) == order - kept.keys()
 
     def test_work_does_not_grow_with_the_number_of_residents(self) -> None:
         costs, at_most = [], math.inf
