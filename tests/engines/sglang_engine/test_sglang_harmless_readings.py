@@ -11,6 +11,7 @@ import sglang
 from kvoffload.connectors.configuration import names
 from kvoffload.connectors.sglang import harmless_arguments as harmless
 from tests.engines.reading_places import new_places, readings
+from tests.engines.sglang_engine import known_facts
 from tests.engines.sglang_engine.harmless_readings import PARTS, PLACES, REASONS
 
 IN_ANOTHER_FORM = (
@@ -32,7 +33,7 @@ def owners():
         for name in text.split()
     }
     found = {name: {"server_args"} for name in arguments}
-    return found | {name: {"envs"} for name in harmless.VARIABLES}
+    return found | {name: {"envs"} for name in harmless.VARIABLES | known_facts.UNSEEN}
 
 
 def test_each_place_that_reads_a_harmless_argument_where_kv_is_made_was_looked_at():
