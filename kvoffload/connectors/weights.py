@@ -227,39 +227,25 @@ def was_changed(folder: str, since_ns: int) -> bool:
 
 
 def _named(folder: Path) -> Iterator[tuple[str, Path]]:
-    """Yield the files that may change what a model computes, with their names in its folder."""
-    yield from ((file.name, file) for file in _files_of(folder))
-    yield from ((f"{file.parent.name}/{file.name}", file) for file in _files_below(folder))
+    """Yield the files that may change what a model computes, with their names in its folder.
 
-
-def _files_of(folder: Path) -> list[Path]:
-    """List the files of a folder that may change what a model computes, by name."""
+    Of its subfolders, where some keep an encoder, only weights, settings and code count.
+    """
     if folder.is_file():
-        return [folder]
-    harmless = names(_HARMLESS_FILES)
-    return [
-        file
-        for file in sorted(folder.iterdir())
-        if not file.name.startswith(".")
-        and file.name.lower() not in harmless
-        and file.suffix.lower() not in _ENDINGS_FOR_PEOPLE
-        and _is_file(file)
-    ]
-
-
-def _files_below(folder: Path) -> list[Path]:
-    """List weights, settings and code in a model's subfolders, where some keep an encoder."""
-    if folder.is_file():
-        return []
-    inner = (each for each in sorted(folder.iterdir()) if each.is_dir())
+        yield folder.name, folder
+        return
+    listed, harmless = sorted(folder.iterdir()), names(_HARMLESS_FILES)
+    for file in listed:
+        is_hidden = file.name.startswith(".") or file.suffix.lower() in _ENDINGS_FOR_PEOPLE
+        if not is_hidden and file.name.lower() not in harmless and _is_file(file):
+            yield file.name, file
     tokenizers = _HARMLESS_FILES[_OF_TOKENIZERS].split()
-    return [
-        file
-        for each in inner
-        if not _HARMLESS_FOLDERS.fullmatch(each.name)
-        for file in sorted(each.iterdir())
-        if file.suffix in _COUNTED_BELOW and file.name not in tokenizers and _is_file(file)
-    ]
+    for inner in listed:
+        if inner.is_dir() and not _HARMLESS_FOLDERS.fullmatch(inner.name):
+            for file in sorted(inner.iterdir()):
+                is_counted = file.suffix in _COUNTED_BELOW and file.name not in tokenizers
+                if is_counted and _is_file(file):
+                    yield f"{inner.name}/{file.name}", file
 
 
 def _is_file(file: Path) -> bool:

@@ -2,11 +2,13 @@
 
 import types
 
+from kvoffload.connectors.jobs import JobTable
 from kvoffload.connectors.vllm.client_requests import ClientParams, ExplainedRequests
 from kvoffload.connectors.vllm.engine_weights import Generations
 from kvoffload.connectors.vllm.manager_adapter import ManagerAdapter
 from kvoffload.connectors.vllm.operators import Operators
 from kvoffload.connectors.vllm.quiet_steps import DueRequests, StepMeter
+from kvoffload.connectors.vllm.rank_tiers import RankTiers
 from kvoffload.connectors.vllm.scheduler import KVOffloadScheduler
 from kvoffload.connectors.vllm.start import read_settings
 
@@ -27,7 +29,9 @@ def bare_half(**settings):
     half = object.__new__(KVOffloadScheduler)
     half.adapter, half.settings = ManagerAdapter(), read_settings(settings)
     half.config, half._meter = CONFIG, StepMeter(half.adapter.computed)
-    half.generations, half.tiers, half._table = Generations(half), None, None
+    half.generations, half.waits_for_workers = Generations(half), True
+    half.tiers = RankTiers(half.settings, (), ())
+    half._table = JobTable(half.adapter.manager)
     half._awaits_reports, half._spans, half._vllm_config = False, None, CONFIG
     half._explained = ExplainedRequests(half.adapter.explain)
     half.operators = Operators(half, CONFIG)

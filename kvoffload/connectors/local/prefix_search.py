@@ -5,11 +5,11 @@ one group lacks shortens the prefix for all groups, and groups with windows then
 So the search goes on until all groups agree.
 """
 
-from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from functools import cache
 
 from kvoffload.connectors.local.chunking import ChunkGroup, ChunkGroups, Keys
+from kvoffload.connectors.room import last_with_room
 from kvoffload.messages import OffloadKey
 
 Prefix = Callable[[Sequence[OffloadKey]], tuple[int, bool]]
@@ -85,28 +85,13 @@ def _windows_end(
                 return start, True
             end = shorter
         if end == before:
-            shorter = _last_with_room(groups, keys, start, end, has_room)
+            shorter = last_with_room(
+                start, end, groups.alignment, lambda at: has_room(_to_load(groups, keys, start, at))
+            )
             if shorter is None:
                 return start, True
             end = shorter
     return end, False
-
-
-def _last_with_room(
-    groups: ChunkGroups, keys: Keys, start: int, end: int, has_room: HasRoom
-) -> int | None:
-    """Return the last end up to which all groups' chunks have room; ``start`` for none.
-
-    A longer prefix is taken to need more room than a shorter one. None: it may have room soon.
-    """
-    room = end <= start or has_room(_to_load(groups, keys, start, end))
-    if room is not False:
-        return end if room else None
-    ends = range(start, end, groups.alignment)
-    too_long = bisect_left(
-        ends, True, lo=1, key=lambda e: not has_room(_to_load(groups, keys, start, e))
-    )
-    return ends[too_long - 1]
 
 
 def _to_load(groups: ChunkGroups, keys: Keys, start: int, end: int) -> list[OffloadKey]:

@@ -176,7 +176,10 @@ class PageStore:
             if left and self._late.is_full(tier.name):
                 self.figures.lose("load", "hung", len(left))
                 left.clear()
-            if left and (job := self._lend(left, news, until_s, running, tier.name)):
+            until = 0.0 if running else until_s
+            if left and (lent := self._lend(left, until, storing=False)):
+                job = PageJob(*lent, news, self._late, tier.name)
+                running.add(job)
                 asked = [keys[i] for i in job.places]
                 told_sizes = _shortened([sizes[i] for i in job.places])
                 self._client.load(tier.name, asked, job.lease.slots, told_sizes, job)
@@ -239,12 +242,12 @@ class PageStore:
         news: SimpleQueue[News] = SimpleQueue()
         running: set[PageJob] = set()
         while left or running:
-            if left and (job := self._lend(left, news, until_s, running)):
-                self._copy([pages[i] for i in job.places], job.lease.slots, into_slot=True)
-                job.lease.release()
-                running.remove(job)
-                begun = self._store(job, keys, sizes, news, num_bars)
-                running |= begun
+            until = 0.0 if running else until_s
+            if left and (lent := self._lend(left, until, storing=True)):
+                places, lease = lent
+                self._copy([pages[i] for i in places], lease.slots, into_slot=True)
+                lease.release()
+                running |= self._store(places, lease, keys, sizes, news, num_bars)
                 continue
             told = self._next(news, until_s) if running else None
             if told is None:
@@ -263,7 +266,8 @@ class PageStore:
 
     def _store(
         self,
-        job: PageJob,
+        places: Sequence[int],
+        lease: Lease,
         keys: Sequence[bytes],
         sizes: Sequence[int],
         news: "SimpleQueue[News]",
@@ -273,18 +277,18 @@ class PageStore:
 
         A tier whose late calls keep its share of slots gets none either.
         """
-        asked = [keys[i] for i in job.places]
-        told_sizes = _shortened([sizes[i] for i in job.places])
+        asked = [keys[i] for i in places]
+        told_sizes = _shortened([sizes[i] for i in places])
         with self._changing:
             begun, is_barred = set[PageJob](), num_bars != self._num_bars
             for tier in self._tiers:
                 if is_barred or self._late.is_full(tier.name):
-                    job.lease.release()
+                    lease.release()
                     if not is_barred:
                         self.figures.lose("store", "hung", len(asked))
                     continue
-                begun.add(each := PageJob(job.places, job.lease, news, self._late, tier.name))
-                self._client.store(tier.name, asked, job.lease.slots, told_sizes, each)
+                begun.add(each := PageJob(places, lease, news, self._late, tier.name))
+                self._client.store(tier.name, asked, lease.slots, told_sizes, each)
         if is_barred:
             self.figures.lose("store", "barred", len(asked))
         return begun
@@ -301,27 +305,19 @@ class PageStore:
         return sizes
 
     def _lend(
-        self,
-        left: "deque[int]",
-        news: "SimpleQueue[News]",
-        until_s: float,
-        running: set[PageJob],
-        source: str = "",
-    ) -> PageJob | None:
-        """Take slots for the next pages; wait for them only if no job runs that will give some.
+        self, left: "deque[int]", until_s: float, *, storing: bool
+    ) -> tuple[list[int], Lease] | None:
+        """Take slots for the next pages, for this call and each tier that gets them.
 
-        ``source`` is the tier of a load; without one they are for a store.
+        Callers wait for slots only if no job of theirs runs that will give some.
         """
-        storing = not source
         count = min(len(left), self._pages_per_store if storing else self._pages_per_load)
-        slots = self._staging.take(count, storing=storing, until_s=0.0 if running else until_s)
+        slots = self._staging.take(count, storing=storing, until_s=until_s)
         if not slots:
             return None
         holders = 1 + (len(self._tiers) if storing else 1)
         lease = Lease(self._staging, slots, holders, storing=storing)
-        job = PageJob([left.popleft() for _ in slots], lease, news, self._late, source)
-        running.add(job)
-        return job
+        return [left.popleft() for _ in slots], lease
 
     @staticmethod
     def _next(news: "SimpleQueue[News]", until_s: float) -> News | None:

@@ -9,29 +9,17 @@ _RUNNER = "sglang.srt.model_executor.model_runner_components.weight_updater.Weig
 FLUSH = "sglang.srt.managers.scheduler.Scheduler.flush_cache"
 RELEASE = f"{_MANAGER}.release_memory_occupation"
 CHECK = f"{_MANAGER}.check_weights"
-UPDATES = (
-    *(
-        f"{_MANAGER}.{name}"
-        for name in (
-            "begin_weight_update",
-            "update_weights_from_disk",
-            "update_weights_from_distributed",
-            "update_weights_from_tensor",
-            "update_weights_from_ipc",
-        )
-    ),
-    # Also called without the manager, as by the recovery of lost experts.
-    *(
-        f"{_RUNNER}.{name}"
-        for name in (
-            "begin_weight_update",
-            "load_weights_from_distributed",
-            "update_weights_from_disk",
-            "update_weights_from_tensor",
-            "update_weights_from_ipc",
-        )
-    ),
+UPDATES = tuple(
+    f"{_RUNNER}.{name}"
+    for name in (
+        "begin_weight_update",
+        "load_weights_from_distributed",
+        "update_weights_from_disk",
+        "update_weights_from_tensor",
+        "update_weights_from_ipc",
+    )
 )
+"""The manager's updates end there. So do those without the manager, as of lost experts."""
 ENDS = (f"{_MANAGER}.end_weight_update", f"{_MANAGER}.resume_memory_occupation")
 _READING = ("snapshot", "compare", "checksum")
 

@@ -246,7 +246,7 @@ class Generations:
     def begin(self) -> None:
         """Give the tiers a new namespace, unless this one has no chunks."""
         half = self._half
-        if half.tiers is None:
+        if half.waits_for_workers:
             self._is_wanted = True  # once the workers are known
         elif self._may_have_chunks:
             self._may_have_chunks = self._is_wanted = False

@@ -1,7 +1,6 @@
 """Our manager behind the interface that vLLM's offloading scheduler calls."""
 
 import logging
-from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -34,8 +33,10 @@ from kvoffload.offload.base import (
     StoreJob,
     tenant_id,
 )
-from kvoffload.offload.hints import NO_HINTS, Hints
-from kvoffload.offload.manager import CPU
+from kvoffload.offload.hints import Hints
+from kvoffload.offload.host_cache import HostCache
+from kvoffload.offload.manager import CPU, TieredOffloadingManager
+from kvoffload.policies.lru import LRUPolicy
 
 log = logging.getLogger(__name__)
 
@@ -60,16 +61,18 @@ class ManagerAdapter(VllmManager):  # type: ignore[misc]  # untyped base
     """
 
     def __init__(self) -> None:
-        self.manager: Manager | None = None
+        self.manager: Manager = TieredOffloadingManager(HostCache(0, LRUPolicy(0)))
+        """Has room for nothing until :meth:`attach` brings another one."""
         self.read_whole: Callable[[VllmContext], Iterable[OffloadKey]] = lambda req_context: ()
         """Lists a request's chunks of full attention, as far as they are full. Set by the owner."""
-        self._uses: UseCounter | None = None
+        self._uses = UseCounter(self.manager)
         self._num_slots = 0
+        """Those of the attached manager; 0 before."""
         self.stats = StatsPublisher()
         self.worker_figures: dict[int, bytes] = {}
         """Rank → its figures, as its last report had them; set by the owner."""
-        self.events: Counter[str] = Counter()
-        """Those of the list's metric; of the manager, once there is one."""
+        self.events = self.manager.counters
+        """Those of the list's metric."""
         self.changes = 0
         """Rises with each change after which a lookup may be answered otherwise."""
         self._jobs: dict[int, LoadJob | StoreJob] = {}
@@ -81,8 +84,6 @@ class ManagerAdapter(VllmManager):  # type: ignore[misc]  # untyped base
         """The same, where none of its chunks found room; they are counted as refused."""
         self._kept_out: set[str] = set()
         self._tenants: dict[str, bytes] = {}
-        self._came_before: dict[str, tuple[VllmContext, Callable[[], Sequence[OffloadKey]]]] = {}
-        """Requests that queue until there is a manager, with their chunks."""
         self._refused_wishes: set[str] = set()
 
     def attach(self, manager: Manager, num_slots: int) -> None:
@@ -93,9 +94,6 @@ class ManagerAdapter(VllmManager):  # type: ignore[misc]  # untyped base
         self.changes += 1
         self._uses = UseCounter(manager)
         self._num_slots = num_slots
-        came_before, self._came_before = self._came_before, {}
-        for req_context, list_keys in came_before.values():
-            manager.request_queued(list_keys, self._context(req_context))
 
     def keep_out(self, req_id: str) -> None:
         """Load nothing for a request and store nothing of it, until it ends."""
@@ -144,7 +142,7 @@ class ManagerAdapter(VllmManager):  # type: ignore[misc]  # untyped base
         """See vLLM; RETRY never lasts beyond the lookup deadline of the tiers."""
         if req_context.req_id in self._kept_out:
             return LookupResult.MISS
-        if self.manager is None:
+        if not self._num_slots:
             return LookupResult.RETRY
         return _ANSWERS[self.manager.lookup(key, self._context(req_context))]
 
@@ -153,36 +151,25 @@ class ManagerAdapter(VllmManager):  # type: ignore[misc]  # untyped base
     ) -> tuple[int, bool]:
         if req_context.req_id in self._kept_out:
             return 0, False
-        if self.manager is None:
+        if not self._num_slots:
             return 0, bool(keys)
         return self.manager.lookup_prefix(keys, self._context(req_context))
-
-    def has_room(self, keys: Sequence[OffloadKey]) -> bool | None:
-        return self.manager is None or self.manager.has_room(keys)
 
     def is_worth_loading(
         self, keys: Sequence[OffloadKey], num_tokens: int, req_context: VllmContext
     ) -> bool:
-        if self.manager is None:
-            return True
         promises = self.manager.promises
         return promises.is_worth_loading(keys, num_tokens, self._context(req_context))
 
     def computed(self, num_tokens: int, seconds: float) -> None:
         """Note how long the engine took to compute tokens of prompts."""
-        if self.manager is not None:
-            self.manager.promises.prefilled(num_tokens, seconds)
+        self.manager.promises.prefilled(num_tokens, seconds)
 
     def hints(self, req_context: VllmContext) -> Hints:
         """Return what a request asks for."""
-        return NO_HINTS if self.manager is None else self.manager.hints(self._context(req_context))
-
-    def is_fetching(self, keys: Sequence[OffloadKey]) -> bool:
-        return self.manager is not None and self.manager.is_fetching(keys)
+        return self.manager.hints(self._context(req_context))
 
     def explain(self, keys: Sequence[OffloadKey], req_context: VllmContext) -> list[str]:
-        if self.manager is None:
-            return ["never_stored"] * len(keys)
         if req_context.req_id in self._kept_out:
             return ["not_trusted"] * len(keys)
         return self.manager.explain(keys, self._context(req_context))
@@ -204,28 +191,21 @@ class ManagerAdapter(VllmManager):  # type: ignore[misc]  # untyped base
         was_preempted: bool = False,
     ) -> None:
         """Keep what a request that waits will load; see :meth:`Manager.request_queued`."""
-        if req_context.req_id in self._kept_out:
-            return
-        if self.manager is None:
-            self._came_before[req_context.req_id] = req_context, list_keys
-        else:
+        if req_context.req_id not in self._kept_out:
             self.manager.request_queued(list_keys, self._context(req_context), was_preempted)
 
     def request_answered(self, req_id: str, is_pending: bool) -> None:
         """See :meth:`Manager.request_answered`."""
-        if self.manager is not None:
-            self.manager.request_answered(ReqContext(req_id), is_pending)
+        self.manager.request_answered(ReqContext(req_id), is_pending)
 
     def request_admitted(self, req_id: str) -> None:
         """Note that a request runs; call it after its load has begun."""
-        self._came_before.pop(req_id, None)
-        if self.manager is not None:
-            self.manager.request_admitted(ReqContext(req_id))
+        self.manager.request_admitted(ReqContext(req_id))
 
-    def serve_queue(self, manager: Manager) -> None:
+    def serve_queue(self) -> None:
         """Go on with what queued requests need; call it once a step."""
         # A chunk that is read early is not to be loaded from its tier any more.
-        self.changes += manager.serve_queue()
+        self.changes += self.manager.serve_queue()
 
     # ---- loading and storing ----
 
@@ -234,8 +214,6 @@ class ManagerAdapter(VllmManager):  # type: ignore[misc]  # untyped base
     ) -> CPULoadStoreSpec:
         """See vLLM; the spec may cover only the leading keys."""
         wanted = list(keys)
-        if self.manager is None:
-            return CPULoadStoreSpec(())
         self._count_use(wanted, req_context, wanted)
         job = self.manager.begin_load(wanted, self._context(req_context))
         self.changes += 1
@@ -245,9 +223,7 @@ class ManagerAdapter(VllmManager):  # type: ignore[misc]  # untyped base
 
     def prepare_store(
         self, keys: Collection[OffloadKey], req_context: VllmContext
-    ) -> VllmStoreOutput | None:
-        if self.manager is None:
-            return None
+    ) -> VllmStoreOutput:
         if req_context.req_id in self._kept_out:
             return VllmStoreOutput([], CPULoadStoreSpec(()), [])  # None would be offered again
         wanted = list(keys)
@@ -274,8 +250,6 @@ class ManagerAdapter(VllmManager):  # type: ignore[misc]  # untyped base
         loaded: Sequence[OffloadKey] = (),
     ) -> None:
         """Count a request before room is made for what its first load or store names."""
-        if self._uses is None:
-            return
         self._uses.count(self._context(req_context), lambda: self._in_order(loaded, req_context))
         state = req_context.get_state(_Named)
         if state is None:
@@ -293,20 +267,16 @@ class ManagerAdapter(VllmManager):  # type: ignore[misc]  # untyped base
         context = self._context(req_context)
         self._tenants.pop(req_context.req_id, None)
         self._kept_out.discard(req_context.req_id)  # it did not count: it neither loads nor stores
-        if self._uses is None:
-            self._came_before.pop(req_context.req_id, None)
-            return
         named = req_context.get_state(_Named) or _Named()
         self._uses.end(context, lambda: self._in_order(named.keys, req_context))
 
     def drop_events(self) -> None:
         """Forget the events: vLLM publishes none, and a message a chunk takes long to make."""
-        if self.manager is not None:
-            self.manager.take_events()
+        self.manager.take_events()
 
     def take_events(self) -> Iterable[VllmEvent]:
         """Translate the manager's events."""
-        for event in self.manager.take_events() if self.manager else ():
+        for event in self.manager.take_events():
             on_host = event.medium == CPU
             yield VllmEvent(
                 keys=list(event.keys),
@@ -319,18 +289,15 @@ class ManagerAdapter(VllmManager):  # type: ignore[misc]  # untyped base
     def reset_cache(self) -> None:
         """Forget everything in host memory; the tiers' owner renews them."""
         self.changes += 1
-        if self.manager is not None:
-            self.manager.reset_cache()
+        self.manager.reset_cache()
 
     def get_stats(self) -> Any:
         """Report the counts since the last call, under vLLM's metric names where they fit."""
-        if self.manager is None:
-            return None
-        return self.stats.collect(partial(self._samples, self.manager))
+        return self.stats.collect(self._samples)
 
-    def _samples(self, manager: Manager) -> Iterator[Sample]:
-        yield USAGE, (), manager.busy_slots / max(1, self._num_slots)
-        yield from manager.figures.samples()
+    def _samples(self) -> Iterator[Sample]:
+        yield USAGE, (), self.manager.busy_slots / max(1, self._num_slots)
+        yield from self.manager.figures.samples()
         yield from total(self.worker_figures.values())
 
 

@@ -116,14 +116,14 @@ class Operators:
 
     def _look_up(self, num_tokens: int, groups: list[KeyedGroup]) -> Iterator[Found | None]:
         half = self._half
-        while half.tiers is None:
+        while half.waits_for_workers:
             yield None  # the workers have yet to say what they have
         has_host = bool(half.settings.cpu_bytes)
         yield from look_up(num_tokens, groups, half.adapter.manager, has_host=has_host)
 
     def clear(self, tier: str) -> Iterator[str | None]:
         half = self._half
-        while half.tiers is None or half.generations.order is not None:
+        while half.waits_for_workers or half.generations.order is not None:
             yield None
         if tier in ("", HOST):
             half.empty_host_memory()

@@ -119,9 +119,9 @@ def has_orders(half: Any) -> bool:
     Args:
         half: our scheduler half.
     """
-    manager, tiers = half.adapter.manager, half.tiers
+    manager = half.adapter.manager
     return bool(
-        manager is None
+        half.waits_for_workers
         or half._current_batch_load_jobs
         or half._current_batch_jobs_to_flush
         or half._current_batch_allocated_block_ids
@@ -131,7 +131,7 @@ def has_orders(half: Any) -> bool:
         or manager.has_transfers()
         or manager.waiting.needed.to_tell
         or manager.returns.to_tell
-        or (tiers is not None and tiers.has_questions)
+        or half.tiers.has_questions
     )
 
 

@@ -9,7 +9,6 @@ answers.
 import itertools
 import logging
 import time
-from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
@@ -22,6 +21,7 @@ from vllm.v1.request import RequestStatus
 
 from kvoffload.connectors.builder import make_host_cache, make_manager, tenants_of
 from kvoffload.connectors.jobs import JobTable
+from kvoffload.connectors.room import last_with_room
 from kvoffload.connectors.spans import open_spans
 from kvoffload.connectors.vllm import self_test as canary
 from kvoffload.connectors.vllm import withheld_stores
@@ -69,10 +69,11 @@ class KVOffloadScheduler(OffloadingConnectorScheduler):  # type: ignore[misc]  #
         self.adapter: ManagerAdapter = self.manager
         self.adapter.read_whole = self._read_whole
         self.settings = settings
-        self.tiers: RankTiers | None = None
-        self._table: JobTable | None = None
         self._workers: dict[int, WorkerInfo] = {}
-        self._waits_for_workers = True
+        self.waits_for_workers = True
+        """Whether the manager, the tiers and the table are not those of the workers yet."""
+        self.tiers = RankTiers(settings, (), ())
+        self._table = JobTable(self.adapter.manager)
         self._is_runner_v2 = bool(vllm_config.use_v2_model_runner)
         self._transfer_ids = itertools.count(canary.JOB - 1, -1)
         self.generations = Generations(self)
@@ -93,7 +94,7 @@ class KVOffloadScheduler(OffloadingConnectorScheduler):  # type: ignore[misc]  #
 
     def _meet(self, workers: Mapping[int, WorkerInfo]) -> None:
         """Note what some workers told of themselves; begin when all have."""
-        if not self._waits_for_workers:
+        if not self.waits_for_workers:
             return  # asked again in the step before the answers came
         self._workers.update(workers)
         if len(self._workers) == self.config.num_workers:
@@ -130,8 +131,11 @@ class KVOffloadScheduler(OffloadingConnectorScheduler):  # type: ignore[misc]  #
         manager = make_manager(self.settings, host, self.tiers.tiers, slot_bytes)
         self.adapter.attach(manager, host.num_slots)
         self._table = JobTable(manager, len(ranks), self._spans)
-        self._waits_for_workers = False
+        self.waits_for_workers = False
         self.generations.met_workers()
+        for status in self._req_status.values():
+            if not (status.req.is_finished() or status.req.num_computed_tokens):
+                self._queue(status)
         text = "kvoffload: %d host slots on each of %d ranks; tiers: %s; namespace %s"
         tiers = ", ".join(tier.name for tier in self.tiers.tiers) or "none"
         log.info(text, host.num_slots, len(ranks), tiers, short(namespace(**ranks[0].facts)))
@@ -145,10 +149,11 @@ class KVOffloadScheduler(OffloadingConnectorScheduler):  # type: ignore[misc]  #
             self.adapter.keep_out(request.request_id)
         if request.cache_salt:
             self.adapter.has_salt(request.request_id, request.cache_salt)
-        if not self._req_status and self.tiers is not None and self.tiers.are_listed:
+        if not self._req_status and self.tiers.are_listed:
             self._awaits_reports |= time.monotonic() - self._stepped_s > IDLE_S
         super().on_new_request(request)
-        if (status := self._req_status.get(request.request_id)) is not None:
+        status = self._req_status.get(request.request_id)
+        if status is not None and not self.waits_for_workers:  # else when it has met them
             self._queue(status)
 
     def _queue(self, status: Any, was_preempted: bool = False) -> None:
@@ -202,15 +207,20 @@ class KVOffloadScheduler(OffloadingConnectorScheduler):  # type: ignore[misc]  #
 
     def _find(self, request: Any, start: int, most: int | None) -> tuple[int | None, bool]:
         """Look up a prompt, as far as host memory can take what is found."""
+        status, size = self._req_status[request.request_id], self._chunk_tokens
+
+        def has_room(end: int) -> bool | None:
+            return self.adapter.manager.has_room(self._keys_to_load(status, start, end))
+
         found, is_async = super().get_num_new_matched_tokens(request, start, most)
         while found and not self._lookup_counts_room:
             # A load that host memory cannot take whole would fail, each time it is tried.
-            most = self._most_with_room(self._req_status[request.request_id], start, found)
-            if most is None:
+            end = last_with_room(start, start + found, size, has_room)
+            if end is None:
                 return None, False
-            if most == found:
+            if end == start + found:
                 break
-            found, is_async = super().get_num_new_matched_tokens(request, start, most)
+            found, is_async = super().get_num_new_matched_tokens(request, start, end - start)
         return found, is_async
 
     def _is_worth_loading(self, status: Any, start: int, found: int) -> bool:
@@ -239,23 +249,6 @@ class KVOffloadScheduler(OffloadingConnectorScheduler):  # type: ignore[misc]  #
         first, *others = self.config.kv_group_configs
         return not others and first.sliding_window_size_in_chunks is None
 
-    def _most_with_room(self, status: Any, start: int, found: int) -> int | None:
-        """Return how many of the tokens found can be loaded at once, with chunks of all groups.
-
-        A longer prefix is taken to need more room than a shorter one. None: ask again.
-        """
-
-        def has_room(end: int) -> bool | None:
-            return self.adapter.has_room(self._keys_to_load(status, start, end))
-
-        room = has_room(start + found)
-        if room is not False:
-            return found if room else None
-        size = self._chunk_tokens
-        ends = range(start - start % size, start + found, size)
-        too_long = bisect_left(ends, True, lo=1, key=lambda end: not has_room(end))
-        return max(0, ends[too_long - 1] - start)
-
     def _keys_to_load(self, status: Any, start: int, end: int) -> list[OffloadKey]:
         keys: list[OffloadKey] = []
         for group, state in zip(self.config.kv_group_configs, status.group_states, strict=True):
@@ -282,7 +275,7 @@ class KVOffloadScheduler(OffloadingConnectorScheduler):  # type: ignore[misc]  #
             return False
         # Another request's load of its chunks ends by itself when none come; the time begins then.
         keys = [key for group in status.group_states for key in group.offload_keys]
-        if self.adapter.is_fetching(keys):
+        if self.adapter.manager.is_fetching(keys):
             status.deferred_lookup_start_time = time.monotonic()
             return False
         self._maybe_observe_lookup_async_delay(status)
@@ -321,10 +314,9 @@ class KVOffloadScheduler(OffloadingConnectorScheduler):  # type: ignore[misc]  #
             if status is not None and status.req.status == RequestStatus.PREEMPTED:  # still
                 self._queue(status, was_preempted=True)
         manager = self.adapter.manager
-        if manager is not None:
-            waiting = manager.waiting
-            if waiting.requests or waiting.claims.leaving or manager.coming.times:
-                self.adapter.serve_queue(manager)
+        waiting = manager.waiting
+        if waiting.requests or waiting.claims.leaving or manager.coming.times:
+            self.adapter.serve_queue()
         # The last stores of ended requests are made below, and read blocks that may be given out.
         has_readers = self._block_id_to_pending_jobs or scheduler_output.finished_req_ids
         due = self._due.of_step(scheduler_output, has_orders(self), all_blocks=bool(has_readers))
@@ -337,25 +329,18 @@ class KVOffloadScheduler(OffloadingConnectorScheduler):  # type: ignore[misc]  #
         self._due.visited(due, self._req_status)
         withheld_stores.offer_refused(self)
         orders = StepMetadata(theirs.load_jobs, theirs.store_jobs, theirs.jobs_to_flush)
-        if self._table is not None:
-            jobs = self.adapter.take_jobs()
-            for job_id, load in orders.load_jobs.items():
-                self._table.begin(job_id, jobs[load.src_spec.job_id])
-            for job_id, store in orders.store_jobs.items():
-                self._table.begin(job_id, jobs[store.dst_spec.job_id])
-            if writes_before_flush(scheduler_output, self._is_runner_v2):
-                overwritten = self._table.fail_stores(orders.jobs_to_flush or ())
-                self.adapter.events["stores_overwritten"] += overwritten
+        self._begin_jobs(orders)
+        if writes_before_flush(scheduler_output, self._is_runner_v2):
+            overwritten = self._table.fail_stores(orders.jobs_to_flush or ())
+            self.adapter.events["stores_overwritten"] += overwritten
         self._order_tier_jobs(orders)
         stores = bool(orders.store_jobs or orders.write_through)
         orders.generation = self.generations.take_order(stores)
         orders.emptied = self.operators.take_emptied()
-        if self.tiers is not None:
-            orders.questions = self.tiers.take_questions()
-        if manager is not None:
-            orders.awaited = manager.waiting.needed.take()
-            orders.returns = manager.returns.take_told()
-        orders.asks_workers = self._waits_for_workers
+        orders.questions = self.tiers.take_questions()
+        orders.awaited = waiting.needed.take()
+        orders.returns = manager.returns.take_told()
+        orders.asks_workers = self.waits_for_workers
         for req_id in scheduler_output.finished_req_ids or ():
             self._failed_loads.pop(req_id, None)
         return orders
@@ -364,9 +349,14 @@ class KVOffloadScheduler(OffloadingConnectorScheduler):  # type: ignore[misc]  #
         withheld_stores.skip_holed_chunks(self, scheduler_output)
         return super()._build_store_jobs(scheduler_output)
 
+    def _begin_jobs(self, orders: StepMetadata) -> None:
+        jobs = self.adapter.take_jobs()
+        for job_id, load in orders.load_jobs.items():
+            self._table.begin(job_id, jobs[load.src_spec.job_id])
+        for job_id, store in orders.store_jobs.items():
+            self._table.begin(job_id, jobs[store.dst_spec.job_id])
+
     def _order_tier_jobs(self, orders: StepMetadata) -> None:
-        if self._table is None or self.adapter.manager is None:
-            return
         for transfer in self.adapter.manager.take_transfers():
             job_id = next(self._transfer_ids)
             if isinstance(transfer, EarlyRead):
@@ -377,9 +367,9 @@ class KVOffloadScheduler(OffloadingConnectorScheduler):  # type: ignore[misc]  #
 
     def has_pending_push_work(self) -> bool:
         """Keep the engine stepping while workers have to report, also at first, or someone asks."""
-        if self._waits_for_workers or self.generations.order or (self._table and len(self._table)):
+        if self.waits_for_workers or self.generations.order or len(self._table):
             return True
-        if self.adapter.stats.is_midway or (self.tiers is not None and self.tiers.is_waiting):
+        if self.adapter.stats.is_midway or self.tiers.is_waiting:
             return True
         return bool(self.operators.orders.order or super().has_pending_push_work())
 
@@ -400,32 +390,29 @@ class KVOffloadScheduler(OffloadingConnectorScheduler):  # type: ignore[misc]  #
         self._meet(report.workers)
         self.operators.take_answers(report.emptied)
         self.generations.were_loaded |= report.has_new_weights
-        if self._table is not None:
-            for job in report.answer(self._table):
-                self._note(job)
-            if self.tiers is not None:
-                for tier, removals in report.removals.items():
-                    if presence := self.tiers.presences.get(tier):
-                        presence.removed(removals)
-                    self._explained.removed(removals)
-                # Last: the stores are as they were when the report was made.
-                self.tiers.apply(report.presence, report.answers)
-                self.tiers.note_down(report.down)
-            self.adapter.worker_figures.update(report.figures)
+        for job in report.answer(self._table):
+            self._note(job)
+        for tier, removals in report.removals:
+            if presence := self.tiers.presences.get(tier):
+                presence.removed(removals)
+            self._explained.removed(removals)
+        # Last: the stores are as they were when the report was made.
+        self.tiers.apply(report.presence, report.answers)
+        self.tiers.note_down(report.down)
+        self.adapter.worker_figures.update(report.figures)
 
     def _note(self, job: Job) -> None:
         ok = job.ok
         if isinstance(job, WriteJob):
-            if self.tiers is not None and not job.stale:
+            if not job.stale:
                 good = [key for key, fine in zip(job.keys, ok, strict=True) if fine]
                 if presence := self.tiers.presences.get(job.tier):
                     presence.written(good)
             return
         if not isinstance(job, LoadJob):
             return
-        if self.adapter.manager is not None:
-            tokens = hit_tokens(job, ok, self.config.kv_group_configs)
-            self.adapter.manager.figures.hit_tokens.update(tokens)
+        tokens = hit_tokens(job, ok, self.config.kv_group_configs)
+        self.adapter.manager.figures.hit_tokens.update(tokens)
         if not (len(job.keys) == job.num_asked and all(ok)):
             req_id = job.context.req_id if job.context else ""
             status = self._req_status.get(req_id)
@@ -450,5 +437,4 @@ class KVOffloadScheduler(OffloadingConnectorScheduler):  # type: ignore[misc]  #
         super().reset_cache()
         withheld_stores.bar_computing(self)
         self._due.again(self._req_status)
-        if self._table is not None:
-            self._table.mark_stale()
+        self._table.mark_stale()

@@ -1,6 +1,6 @@
 """Messages of a step between the scheduler's process and the workers': plain data, pickled."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorWorkerMetadata
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
@@ -89,8 +89,8 @@ class WorkerReport(OffloadingWorkerMetadata):  # type: ignore[misc]  # untyped b
     """Each rank's answers to jobs."""
     settled: list[int] = field(default_factory=list)
     """Job ids, once for each rank on which a late transfer no more touches the host slots."""
-    removals: dict[str, list[Removal]] = field(default_factory=dict)
-    """Tier → chunks that it removed by itself."""
+    removals: list[tuple[str, list[Removal]]] = field(default_factory=list)
+    """A tier, and chunks that it removed by itself."""
     presence: list[IndexPart] = field(default_factory=list)
     """What appeared in the stores of each rank and what left them."""
     down: dict[int, frozenset[str]] = field(default_factory=dict)
@@ -109,19 +109,7 @@ class WorkerReport(OffloadingWorkerMetadata):  # type: ignore[misc]  # untyped b
     @property
     def is_empty(self) -> bool:
         """Whether there is nothing to report."""
-        return not (
-            self.completed_jobs
-            or self.ended
-            or self.settled
-            or self.removals
-            or self.presence
-            or self.down
-            or self.answers
-            or self.workers
-            or self.emptied
-            or self.has_new_weights
-            or self.figures
-        )
+        return not (self.completed_jobs or any(getattr(self, name) for name in _OF_REPORTS))
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> "WorkerReport":
         """Add up two ranks' reports of one step; a chunk is good only if it is good on both."""
@@ -129,18 +117,9 @@ class WorkerReport(OffloadingWorkerMetadata):  # type: ignore[misc]  # untyped b
             raise TypeError(f"cannot add {type(other).__name__} to a WorkerReport")
         both = OffloadingWorkerMetadata.aggregate(self, other)
         report = WorkerReport(both.completed_jobs, both.transfer_stats)
-        for source in (self, other):
-            report.ended += source.ended
-            report.settled += source.settled
-            for tier, removals in source.removals.items():
-                report.removals.setdefault(tier, []).extend(removals)
-            report.presence += source.presence
-            report.down.update(source.down)
-            report.answers += source.answers
-            report.workers.update(source.workers)
-            report.emptied.update(source.emptied)
-            report.has_new_weights |= source.has_new_weights
-            report.figures.update(source.figures)
+        for name in _OF_REPORTS:
+            ours, theirs = getattr(self, name), getattr(other, name)
+            setattr(report, name, ours + theirs if isinstance(ours, list) else ours | theirs)
         return report
 
     def answer(self, jobs: JobTable) -> list[Job]:
@@ -150,3 +129,9 @@ class WorkerReport(OffloadingWorkerMetadata):  # type: ignore[misc]  # untyped b
             jobs.settle(job_id)
         answered = map(jobs.answer, self.ended)
         return [job for job in answered if job is not None]
+
+
+_OF_REPORTS = tuple(
+    each.name for each in fields(WorkerReport) if each not in fields(OffloadingWorkerMetadata)
+)
+"""The fields that vLLM's report lacks: lists, dictionaries by rank, and a flag."""

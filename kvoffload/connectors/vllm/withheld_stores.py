@@ -165,7 +165,7 @@ def offer_refused(half: Any) -> None:
         status = half._req_status.get(req_id)
         if status is not None and not status.req.is_finished():
             _offer(half, status, keys)
-        elif req_id in refused and adapter.manager is not None:
+        elif req_id in refused:
             adapter.manager.drop(keys)
 
 

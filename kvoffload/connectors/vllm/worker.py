@@ -360,7 +360,7 @@ class KVOffloadWorker(OffloadingConnectorWorker):  # type: ignore[misc]  # untyp
     def _report_on_tiers(self) -> None:
         for name, tier in self._tiers.items():
             if removals := tier.take_removals():
-                self._report.removals[name] = removals
+                self._report.removals.append((name, removals))
         if self._emptying and self._spec is not None and self._spec.io is not None:
             wrong = self._spec.io.outcome
             if wrong is not None:

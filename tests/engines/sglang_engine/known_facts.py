@@ -437,5 +437,5 @@ UNSEEN = names(
     """,
     }
 )
-"""Variables that change no byte. No declaration of SGLang and no prefix gives them away, so they are
-never facts, and ``harmless_arguments.py`` need not name them."""
+"""Variables that change no byte. SGLang does not declare them, and they have no prefix of its own.
+So they are never facts, and ``harmless_arguments.py`` need not name them."""

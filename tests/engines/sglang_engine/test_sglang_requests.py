@@ -2,7 +2,9 @@
 
 import contextlib
 import dataclasses
+import inspect
 import json
+import re
 import types
 import unittest.mock
 
@@ -215,15 +217,32 @@ HARMLESS_OF_MANAGERS = {
 """Methods beside those that change weights: groups of processes, reading, and receiving buffers."""
 
 
+UPDATES_OF_MANAGERS = {
+    "begin_weight_update", "update_weights_from_disk", "update_weights_from_distributed",
+    "update_weights_from_tensor", "update_weights_from_ipc",
+}  # fmt: skip
+"""Methods that change weights by hooked calls of a runner."""
+
+
+def test_each_update_of_a_manager_is_carried_out_by_a_hooked_call_of_a_runner():
+    hooked = {target.rpartition(".")[2] for target in weight_hooks.UPDATES}
+    for name in UPDATES_OF_MANAGERS:
+        source = inspect.getsource(inspect.unwrap(vars(SchedulerWeightUpdaterManager)[name]))
+        called = set(re.findall(r"runner\.weight_updater\.(\w+)", source))
+        assert "_select_runners" in source
+        assert called & hooked, name
+
+
 @pytest.mark.parametrize("owner", [SchedulerWeightUpdaterManager, WeightUpdater])
 def test_each_call_of_sglang_that_changes_weights_is_hooked(owner):
     name = f"{owner.__module__}.{owner.__qualname__}"
     hooked = {t.removeprefix(f"{name}.") for t in HookRegistry._patched if t.startswith(f"{name}.")}
     calls = {call for call, what in vars(owner).items() if callable(what) and call[0] != "_"}
     # Of a runner the manager ends the update.
-    ends = {"end_weight_update"} if owner is WeightUpdater else set()
+    others = {"end_weight_update"} if owner is WeightUpdater else UPDATES_OF_MANAGERS
     fields = {field.name for field in dataclasses.fields(owner)}
-    assert calls - fields == hooked | ends | (HARMLESS_OF_MANAGERS & calls)
+    assert calls - fields == hooked | others | (HARMLESS_OF_MANAGERS & calls)
+    assert not hooked & others
 
 
 def test_hooks_see_the_arguments_that_sglang_gives(monkeypatch):
@@ -237,10 +256,13 @@ def test_hooks_see_the_arguments_that_sglang_gives(monkeypatch):
     manager.scheduler, manager._session, manager.offload_tags = scheduler, None, set()
     scheduler.weight_updater = manager
     asked = types.SimpleNamespace(tags=["weights"], action="reset_tensors")
-    for target in (*weight_hooks.UPDATES[:5], weight_hooks.RELEASE, weight_hooks.CHECK):
+    runner = object.__new__(WeightUpdater)
+    calls = dict.fromkeys(weight_hooks.UPDATES, runner)
+    calls |= dict.fromkeys((weight_hooks.RELEASE, weight_hooks.CHECK), manager)
+    for target, owner in calls.items():
         before = weights.name
         with contextlib.suppress(Exception):  # the call itself has no engine
-            getattr(manager, target.rpartition(".")[2])(asked)
+            getattr(owner, target.rpartition(".")[2])(asked)
         assert weights.name != before, target
     storage = unittest.mock.Mock()
     weights.attach(storage)

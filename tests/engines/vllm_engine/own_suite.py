@@ -13,6 +13,7 @@ import vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector as thei
 from vllm.model_executor.models import registry
 from vllm.v1.kv_offload.base import LookupResult
 
+from kvoffload.connectors.vllm.manager_adapter import ManagerAdapter
 from kvoffload.connectors.vllm.scheduler import KVOffloadScheduler
 from kvoffload.connectors.vllm.start import read_settings
 from kvoffload.connectors.vllm.worker import KVOffloadWorker
@@ -22,12 +23,14 @@ from kvoffload.offload.hints import NO_HINTS
 class _Mocked:
     """The part of our adapter that our scheduler calls, over vLLM's mocked manager."""
 
-    manager = None
     changes = 0
     stats = types.SimpleNamespace(is_midway=False)
 
     def __init__(self, half):
         self.half = half
+        self.manager = ManagerAdapter().manager
+        self.manager.has_room = lambda keys: True
+        self.manager.has_transfers = lambda: True  # no step is left out
         self.refused, self.unplaced = {}, {}
 
     def is_worth_loading(self, keys, num_tokens, context):
@@ -35,9 +38,6 @@ class _Mocked:
 
     def hints(self, context):
         return NO_HINTS
-
-    def has_room(self, keys):
-        return True
 
     def request_queued(self, list_keys, context, was_preempted=False):
         pass
@@ -65,10 +65,14 @@ class OurScheduler(KVOffloadScheduler):
         manager = spec.get_manager()
         none = manager.computed = manager.explain = lambda *of_ours: None  # no verbs of vLLM's
         manager.ignore_hint = none
+        manager.manager = ManagerAdapter().manager
         spec.get_manager = lambda: manager
         super().__init__(spec, settings, vllm_config, kv_cache_config)
         self.adapter = _Mocked(self)
-        self._waits_for_workers = False  # the mocked ones tell nothing
+        self.waits_for_workers = False  # the mocked ones tell nothing
+
+    def _begin_jobs(self, orders):
+        pass
 
 
 class OurWorker(KVOffloadWorker):

@@ -77,7 +77,7 @@ def test_wishes_of_tiers_that_vllm_has_and_we_do_not_are_told_once_and_counted(c
         adapter.on_new_request(ReqContext(name, params, kv_hints=object() if name == "b" else None))
     said = [record.args[0] for record in caplog.records]
     assert said == ["remote_prefiller", "kv_hints"]
-    assert adapter.events == {"wishes_refused": 4}
+    assert +adapter.events == {"wishes_refused": 4}
 
 
 def report(job_id, ok, settled=True):

@@ -60,7 +60,7 @@ def test_the_scheduler_goes_on_without_tiers(settings, break_storage, monkeypatc
     assert not manager.lookup(KEYS[0]), "computed before the reset, and promised after it"
     # What the workers' stores still say of themselves, and chunks stored from now on.
     report = WorkerReport()
-    report.removals["disk"] = [Removal(KEYS[0], "evicted")]
+    report.removals.append(("disk", [Removal(KEYS[0], "evicted")]))
     half.update_connector_output(types.SimpleNamespace(kv_connector_worker_meta=report))
     manager.prepare_store(KEYS[:1], ReqContext("r"))
     manager.complete_store(KEYS[:1], ReqContext("r"))

@@ -49,8 +49,7 @@ def met():
 
 def test_it_begins_when_as_many_workers_told_of_themselves_as_vllm_runs():
     half = bare_half(cpu_bytes=16384)
-    half._table, half._workers, half._waits_for_workers = None, {}, True
-    half.tiers = None
+    half._workers, half.waits_for_workers = {}, True
     # Context parallel: four workers of one (pp, tp).
     half.config = types.SimpleNamespace(num_workers=4, blocks_per_chunk=1)
     context = ReqContext("r")
@@ -284,7 +283,7 @@ def test_a_chunk_that_left_in_the_step_of_its_write_is_absent(monkeypatch):
     (job_id,) = orders.write_through
     made = WorkerReport()
     made.ended.append(TransferResult(job_id, (True, True)))
-    made.removals["disk"] = [Removal(KEYS[0], "evicted")]
+    made.removals.append(("disk", [Removal(KEYS[0], "evicted")]))
     made.presence = [IndexPart(0, "disk", "", KEYS[1:2], KEYS[:1], **last)]
     half.update_connector_output(types.SimpleNamespace(kv_connector_worker_meta=made))
     assert [half.tiers.presences["disk"].holds(key) for key in KEYS[:2]] == [False, True]
@@ -395,10 +394,14 @@ def test_blocks_given_out_as_a_request_ends_matter(met, monkeypatch, finished, m
 
 def test_requests_that_came_before_the_workers_are_queued_once_there_is_a_manager():
     half = bare_half(cpu_bytes=16384)
-    for name in ("a", "b", "ended"):
-        half.adapter.request_queued(lambda: KEYS[:2], ReqContext(name))
-    half.adapter.on_request_finished(ReqContext("ended"))
+    for name in ("a", "b", "ended", "running"):
+        request = types.SimpleNamespace(
+            is_finished=lambda name=name: name == "ended",
+            num_computed_tokens=16 * (name == "running"),
+        )
+        half._req_status[name] = types.SimpleNamespace(
+            req=request, req_context=ReqContext(name), max_load_tokens=None
+        )
     half.meet_workers([WorkerInfo(4, 4096, {"rank": 0})])
     waiting = half.adapter.manager.waiting
     assert [request.context.req_id for request in waiting.requests.values()] == ["a", "b"]
-    assert not half.adapter._came_before
