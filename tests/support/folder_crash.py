@@ -20,8 +20,7 @@ import sys
 import time
 from typing import NamedTuple
 
-from kvoffload.backends.folder import backend as folder_backend
-from kvoffload.backends.folder import evictor, scan, upkeep
+from kvoffload.backends.folder import evictor, scan, upkeep, waiting_writes
 from kvoffload.backends.folder.backend import FolderBackend, FolderOptions
 from kvoffload.config import ByteSize
 from kvoffload.testing.backends import filled, keys_of, payload_of, slots
@@ -63,7 +62,7 @@ def campaign(roots: list[str], kills: int, seed: int, capacity: int, keys: int =
     upkeep.TURN_S, upkeep.LEASE_S, upkeep._RENEW_S = 0.01, 0.1, 0.03
     evictor.DEAD_S, evictor.SURELY_S = 0.1, 0.05
     evictor.LEFTOVER_S = scan.LEFTOVER_S = 0.3
-    folder_backend._ROOM_S = 0.02
+    waiting_writes._ROOM_S = 0.02
     figures = memoryview(mmap.mmap(-1, 4096)).cast("q")
     names, rng = keys_of(keys, f"crash{seed}"), random.Random(seed)
     gc.freeze()  # what is never looked at by the collector need not be copied for a child

@@ -5,19 +5,18 @@ up. ``chunk_files`` reads and writes one file, ``known`` remembers which exist, 
 authenticates chunks if there is a secret. In the background ``upkeep`` tells what was stored, by
 ``records`` that all hosts read. One process at a time is the ``evictor``: ``scan`` finds the files,
 ``order`` says which leave first, by their ``tenants`` if there are shares; ``room`` is what it
-leaves a process. ``shared_root`` opens the folder. Files and folders are those of the disk tier,
-and so is the code that names, walks and checks them.
+leaves a process, and what ``waiting_writes`` wait for. ``shared_root`` opens the folder. Files and
+folders are those of the disk tier, and so is the code that names, walks and checks them.
 """
 
 import asyncio
 import logging
 import os
 import secrets
-import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 from kvoffload.backends.asynchronous import AsyncChunkBackend
 from kvoffload.backends.base import (
@@ -43,6 +42,7 @@ from kvoffload.backends.folder.records import Records
 from kvoffload.backends.folder.seal import read_secret
 from kvoffload.backends.folder.shared_root import Root
 from kvoffload.backends.folder.upkeep import SAY_AGAIN_S, Housekeeper
+from kvoffload.backends.folder.waiting_writes import NO_ROOM, WaitingWrites
 from kvoffload.backends.frames import Frames
 from kvoffload.backends.header import ALIGNED_BYTES, check_key, namespace_digest
 from kvoffload.backends.log_rate import Throttle
@@ -61,11 +61,6 @@ _KEYS_A_CALL = 32
 _LOOKUP_THREADS = 4
 """So many, or one for each of those that move chunks: a lookup waits for no chunk."""
 _FULL = "full"
-_NO_ROOM = cast("Written", None)
-"""The answer to a chunk for which there was no room: its write waits, or refuses it."""
-_ROOM_S, _ROOM_LOOK_S = 2.0, 0.02
-"""How long a write waits for room, and between two looks: the process that evicts may look at what
-was stored only once a second."""
 _MAX_REMOVALS = 1 << 16
 """Removals kept for a listener that may never ask; older ones are lost to it."""
 
@@ -130,6 +125,11 @@ class FolderBackend(AsyncChunkBackend):
             self.count,
             options.tenant_share,
         )
+        self._waiting = WaitingWrites(
+            self._housekeeper.room,
+            self._known,
+            lambda: not (self._mount.is_stalled or self.is_closed),
+        )
 
     def __repr__(self) -> str:
         return f"FolderBackend({self._root.path!r}, {self._namespace!r})"
@@ -183,7 +183,7 @@ class FolderBackend(AsyncChunkBackend):
             self._known.stored(key)
             return True
         if reason == _FULL:
-            return _NO_ROOM
+            return NO_ROOM
         if reason != "late":
             self.count(f"write_{reason}")
             self._say(f"write_{reason}", "a chunk cannot be stored: %s", reason)
@@ -260,51 +260,25 @@ class FolderBackend(AsyncChunkBackend):
     async def write(
         self, keys: Sequence[bytes], chunks: Sequence[memoryview], tenants: Sequence[bytes] = ()
     ) -> list[Written]:
-        """Write chunks, each whole or not at all; name the namespace where it has a new folder.
-
-        A chunk waits for room on no thread and keeps no load from its turn.
-        """
+        """Write chunks, each whole or not at all; name the namespace where it has a new folder."""
         check_lengths(keys, chunks)
         for key in keys:
             check_key(key)
-        # Tails first, because files leave in the order of their times.
-        keys, chunks, tenants = keys[::-1], chunks[::-1], tenants[::-1]
-        answers: list[Written] = [_NO_ROOM] * len(keys)
-        until_s, is_over = time.monotonic() + _ROOM_S, False
-        while not is_over and (left := [i for i, a in enumerate(answers) if a is _NO_ROOM]):
-            fitting = self._num_fitting([keys[i] for i in left], [chunks[i] for i in left])
-            is_over = time.monotonic() > until_s or not self._may_get_room
-            if not fitting and not is_over:
-                await asyncio.sleep(_ROOM_LOOK_S)
-                continue
-            part = left if is_over else left[:fitting]
+        now = super().write
+
+        async def write(part: list[int]) -> list[Written]:
             of_part = [tenants[i] for i in part] if tenants else ()
-            written = await super().write(
-                [keys[i] for i in part], [chunks[i] for i in part], of_part
-            )
-            for i, answer in zip(part, written, strict=True):
-                answers[i] = answer  # another write may have taken the room
-        if refused := sum(answer is _NO_ROOM for answer in answers):
+            return await now([keys[i] for i in part], [chunks[i] for i in part], of_part)
+
+        answers = await self._waiting.write(keys, chunks, write)
+        if refused := sum(answer is NO_ROOM for answer in answers):
             self.count("refused_full", refused)
             answers = [answer or False for answer in answers]
         if (not self._is_described or self._files.has_new_folder) and any(answers):
             # If it was opened without facts, the manifest tells the name alone.
             self._files.has_new_folder = False
             await self.describe(self._facts)
-        return answers[::-1]
-
-    def _num_fitting(self, keys: Sequence[bytes], chunks: Sequence[memoryview]) -> int:
-        """Return how many of these chunks, in their order, there or not, have room."""
-        are_known = map(self._known.holds, keys)  # a file that is there takes no more room
-        pairs = zip(are_known, chunks, strict=True)
-        sizes = (0 if is_there else bytes_on_disk(chunk.nbytes) for is_there, chunk in pairs)
-        return self._housekeeper.room.fitting(sizes)
-
-    @property
-    def _may_get_room(self) -> bool:
-        """Whether a write may wait: a mount that does not answer sets no limit soon."""
-        is_known = self._housekeeper.room.is_known
-        return is_known and not self._mount.is_stalled and not self.is_closed
+        return answers
 
     async def close(self) -> None:
         if self.is_closed:

@@ -13,7 +13,7 @@ CAPACITY = 64 * ON_DISK
 )
 def test_no_kill_gives_a_wrong_byte_or_breaks_the_capacity(mounts, monkeypatch, kills):
     crash = folder_crash
-    for module in (crash.upkeep, crash.evictor, crash.scan, crash.folder_backend):
+    for module in (crash.upkeep, crash.evictor, crash.scan, crash.waiting_writes):
         names = ("TURN_S", "LEASE_S", "_RENEW_S", "DEAD_S", "SURELY_S", "LEFTOVER_S", "_ROOM_S")
         for name in names:
             if hasattr(module, name):

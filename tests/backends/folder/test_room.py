@@ -19,8 +19,7 @@ from folder_parts import (
 )
 
 from kvoffload.backends.disk.vfs import Vfs
-from kvoffload.backends.folder import backend as backend_module
-from kvoffload.backends.folder import clock, scan, upkeep
+from kvoffload.backends.folder import clock, scan, upkeep, waiting_writes
 from kvoffload.backends.folder.evictor import DEAD_S, Evictor
 from kvoffload.backends.folder.records import HostRecord, Records
 from kvoffload.testing.backends import filled, keys_of
@@ -127,7 +126,7 @@ async def full_folder(root, monkeypatch):
     """Return a folder that has no room until a test says so, and that writes wait for very long."""
     backend = open_folder(root)
     assert await store_at_last(backend, keys_of(2))
-    monkeypatch.setattr(backend_module, "_ROOM_S", 3600.0)
+    monkeypatch.setattr(waiting_writes, "_ROOM_S", 3600.0)
     backend._housekeeper._turn = lambda: None
     backend._housekeeper.room.give_up()
     return backend
@@ -151,6 +150,15 @@ async def test_a_chunk_that_is_there_waits_for_no_room(tmp_path, monkeypatch):
         assert await store(backend, keys_of(2)) == [True, True]
     assert backend.counters()["write_present"] == 2
     await backend.close()
+
+
+async def test_a_chunk_that_is_there_does_not_wait_behind_a_new_one(tmp_path, monkeypatch):
+    backend = await full_folder(tmp_path / "share", monkeypatch)
+    waiting = asyncio.ensure_future(store(backend, keys_of(2) + keys_of(1, "new")))
+    assert await until(lambda: backend.counters().get("write_present") == 2)
+    assert not waiting.done()
+    await backend.close()
+    assert await waiting == [True, True, False]
 
 
 async def test_the_evictor_hears_how_large_a_chunk_is_that_waits(tmp_path, monkeypatch):
