@@ -78,7 +78,9 @@ class ChunkJobs:
             for start in range(0, len(ok), limit):
                 part = range(start, min(start + limit, len(ok)))
                 calls.append(self._read(order, store, ok, part))
-        self._calls[order.job] = [self._loop.create_task(call, name=order.tier) for call in calls]
+        may_store = isinstance(order, Store) or (store is not None and store.copies)
+        name = order.tier if may_store else ""
+        self._calls[order.job] = [self._loop.create_task(call, name=name) for call in calls]
         return self._answer(order, store, ok, begun_s)
 
     def _are_lent(self, order: Load, store: OpenStore | None, ok: bytearray) -> bool:
@@ -100,7 +102,7 @@ class ChunkJobs:
             task.cancel()
 
     def cancel_all(self) -> "list[asyncio.Task[str]]":
-        """Cancel all calls; return them, each with its tier as its name."""
+        """Cancel all calls; return them. The name of one that may store is its tier."""
         calls = list(chain.from_iterable(self._calls.values()))
         for call in calls:
             call.cancel()

@@ -46,6 +46,8 @@ class OpenStore:
         self.backend = backend
         # Asked once: each question to a protocol takes some 10 µs.
         self.reads_each = backend if isinstance(backend, ReadsEach) else None
+        self.copies = self.reads_each is not None and _takes_tenants(self.reads_each.read_each)
+        """Whether a load may store as well: in a store nearer than the one that has the chunk."""
         self.index = backend if isinstance(backend, LocalIndex) else None
         self.observable = backend if isinstance(backend, Observable) else None
         self.lends = backend if isinstance(backend, Lends) else None
@@ -248,9 +250,15 @@ async def call_for(
         return await call(keys, *given)
     if len(tenants) != len(keys):
         raise ValueError(f"{len(keys)} keys, but {len(tenants)} tenants")
-    # Another module's backend may have the signature of the protocol alone.
-    takes_tenants = "tenants" in signature(call).parameters
-    return await (call(keys, *given, tenants) if takes_tenants else call(keys, *given))
+    return await (call(keys, *given, tenants) if _takes_tenants(call) else call(keys, *given))
+
+
+def _takes_tenants(call: Callable[..., Any]) -> bool:
+    """Return whether a call takes more than the protocol's: another module's may not."""
+    try:
+        return "tenants" in signature(call).parameters
+    except ValueError:  # as of one that is compiled
+        return False
 
 
 async def greet(store: OpenStore, facts: Mapping[str, str]) -> None:

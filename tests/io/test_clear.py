@@ -107,6 +107,17 @@ def test_a_store_of_before_that_may_come_after_the_removal_is_said(
     clear(client)
 
 
+def test_a_load_of_before_that_hangs_stores_nothing_later(rig, planned, until, listener):
+    client = rig.open(("planned", "planned", planned.options))
+    planned.set(process=Process("stubborn", 60.0))
+    client.load("planned", KEYS, range(4), 4096, listener)
+    rig.store(client, "planned", keys_of(1, "later"), until)  # so the load has begun
+    clear(client)
+    assert not listener.answers
+    planned.set()
+    until(lambda: listener.answers)
+
+
 def test_a_store_that_removes_nothing_is_said(rig, planned):
     client = rig.open(("shy", "shy", planned.options))
     with pytest.raises(OSError, match="shy: this store cannot remove a namespace"):
