@@ -4,6 +4,7 @@ The examination changes, evicts and repairs nothing. It measures throughput in a
 in a sub-folder that it removes afterwards.
 """
 
+import asyncio
 import contextlib
 import os
 import secrets
@@ -11,7 +12,7 @@ import shutil
 import stat
 import time
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -35,8 +36,11 @@ from kvoffload.config import convert, human_bytes
 from kvoffload.errors import ConfigError
 from kvoffload.registry import open_backend
 
+T = TypeVar("T")
 _SCRATCH_BYTES = 64 << 20
 """Twice the stored bytes, so that the measurement evicts nothing."""
+_HUNG_S = 30.0
+"""Longer than a device that works takes to make or remove some folders and 32 MiB of files."""
 _TAKEOVER_S = 3.0
 """Longer than a process takes to notice that the evicting process has ended."""
 _ENGINE_SETTINGS = (
@@ -216,24 +220,38 @@ def _sharing(found: DiskInspector | None) -> Finding:
     return Finding("sharing", "ok", detail)
 
 
+async def _soon(work: Callable[..., T], *args: Any) -> T:
+    """Do a blocking call that is short; TimeoutError: the device hangs."""
+    return await asyncio.wait_for(run_once(work, *args), _HUNG_S)
+
+
 async def _measured(root: str, given: Mapping[str, Any]) -> list[Finding]:
     """Measure I/O mode, form of small chunks and speed of a store in a sub-folder."""
-    has_older = False
-    with contextlib.suppress(FileNotFoundError):  # a new root
-        has_older = await run_once(locks.has_older, Vfs(), root)
     scratch = f"{root}/{SCRATCH}{os.getpid()}-{secrets.token_hex(4)}"
-    settings = {name: given[name] for name in _ENGINE_SETTINGS if name in given}
-    settings |= {"root": scratch, "capacity": _SCRATCH_BYTES, "min_free": 0}
-    backend = None
     try:
-        backend = await run_once(open_backend, "disk", settings, "kvoffload-doctor")
-        measured = await throughput(backend, [], _IF_FAILED, _IF_SLOW)
+        try:
+            return await _measured_in(scratch, root, given)
+        finally:
+            await _soon(shutil.rmtree, scratch, True)
     except ConfigError as error:
         return [Finding("throughput", "failed", str(error), "see what the error says")]
+    except TimeoutError:
+        detail = f"a call has not returned for {_HUNG_S:.0f} s, in {scratch}"
+        remedy = "see the kernel's log; engines go on without a device that hangs"
+        return [Finding("throughput", "failed", detail, remedy)]
+
+
+async def _measured_in(scratch: str, root: str, given: Mapping[str, Any]) -> list[Finding]:
+    has_older = False
+    with contextlib.suppress(FileNotFoundError):  # a new root
+        has_older = await _soon(locks.has_older, Vfs(), root)
+    settings = {name: given[name] for name in _ENGINE_SETTINGS if name in given}
+    settings |= {"root": scratch, "capacity": _SCRATCH_BYTES, "min_free": 0}
+    backend = await _soon(open_backend, "disk", settings, "kvoffload-doctor")
+    try:
+        measured = await throughput(backend, [], _IF_FAILED, _IF_SLOW)
     finally:
-        if backend is not None:
-            await backend.close()
-        shutil.rmtree(scratch, ignore_errors=True)
+        await backend.close()
     why_files = getattr(backend, "why_no_slots", "unknown")
     mode, reason = getattr(backend, "io_mode", "unknown"), getattr(backend, "io_reason", None)
     room = getattr(backend, "room", None)

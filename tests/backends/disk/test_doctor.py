@@ -1,5 +1,8 @@
 """Findings of ``doctor FOLDER`` on media, space, sharing and speeds, by stand-ins."""
 
+import asyncio
+import os
+import threading
 import time
 import zlib
 from types import SimpleNamespace
@@ -335,3 +338,27 @@ async def test_a_chunk_refused_while_measuring_is_a_failure(tmp_path, monkeypatc
     assert finding.detail.startswith(f"1 of {MEASURED_CHUNKS} chunks failed; {what}: ")
     assert finding.remedy == "see the log for the reason"
     assert not list(tmp_path.glob(f"{SCRATCH}*"))
+
+
+@pytest.mark.parametrize("call", ["mkdir", "rmdir"])
+async def test_a_device_whose_calls_hang_is_a_finding(tmp_path, monkeypatch, call):
+    """A frozen file system, say: it reads, and each change waits. The runbook asks doctor then."""
+    returned, was_asked, real = threading.Event(), threading.Event(), getattr(os, call)
+
+    def hang(path, *args, **kwargs):
+        if SCRATCH in str(path):
+            was_asked.set()
+            returned.wait()
+        return real(path, *args, **kwargs)
+
+    monkeypatch.setattr(doctor, "_HUNG_S", 0.01)
+    monkeypatch.setattr(os, call, hang)
+    try:
+        async with asyncio.timeout(60):
+            findings = await found(tmp_path, min_free=0)
+            assert await asyncio.to_thread(was_asked.wait, 60)
+    finally:
+        returned.set()
+    assert findings["throughput"].verdict == "failed"
+    assert "has not returned" in findings["throughput"].detail
+    assert "kernel's log" in findings["throughput"].remedy
