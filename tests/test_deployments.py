@@ -71,6 +71,20 @@ def test_the_steps_for_systemd_make_what_the_units_and_the_settings_need():
         assert f"ReadWritePaths={settings['backends'][0]['root']}\n" in service
 
 
+def test_the_steps_for_systemd_copy_each_unit_before_it_is_enabled():
+    """And systemd reads what was copied before it enables it."""
+    text = (EXAMPLES / "systemd" / "README.md").read_text()
+    copied, known = set(), set()
+    for line in re.findall(r"^sudo (.*)$", text, re.MULTILINE):
+        match line.split():
+            case ["cp", *patterns, "/etc/systemd/system/"]:
+                copied |= {name for name in UNITS for each in patterns if Path(name).match(each)}
+            case ["systemctl", "daemon-reload"]:
+                known = set(copied)
+            case ["systemctl", "enable", "--now", *units]:
+                assert set(units) <= known, line
+
+
 def test_an_operator_finds_the_engine_of_the_unit_whose_tmp_is_its_own():
     unit = (EXAMPLES / "systemd" / "vllm.service").read_text()
     assert "PrivateTmp=yes" in unit
