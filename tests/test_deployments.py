@@ -239,6 +239,20 @@ def test_a_compose_file_names_each_network_that_it_uses(path):
     assert used <= set(parts.get("networks", {}))
 
 
+def test_prometheus_sends_its_alerts_to_the_alertmanager_beside_it():
+    yaml = pytest.importorskip("yaml", reason="PyYAML is not installed")
+    folder = EXAMPLES / "observability"
+    services = yaml.safe_load((folder / "compose.yaml").read_text())["services"]
+    manager = services["alertmanager"]
+    (place,) = [volume.split(":")[1] for volume in manager["volumes"]]
+    assert manager["volumes"] == [f"./alertmanager.yml:{place}:ro"]
+    assert f"--config.file={place}" in manager["command"]
+    assert "--web.listen-address=127.0.0.1:9093" in manager["command"]
+    assert "--cluster.listen-address=" in manager["command"]  # else a port for all the network
+    told = yaml.safe_load((folder / "prometheus.yml").read_text())["alerting"]["alertmanagers"]
+    assert told == [{"static_configs": [{"targets": ["localhost:9093"]}]}]
+
+
 def test_grafana_has_no_user_with_a_password_that_everyone_knows():
     yaml = pytest.importorskip("yaml", reason="PyYAML is not installed")
     parts = yaml.safe_load((EXAMPLES / "observability" / "compose.yaml").read_text())
