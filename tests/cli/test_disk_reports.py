@@ -7,7 +7,6 @@ import pty
 import re
 import shutil
 import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
@@ -321,12 +320,12 @@ def test_wrong_paths_are_told_apart(tmp_path):
             assert (result.returncode, problem in result.stderr) == (2, True), result.stderr
 
 
-def test_the_progress_bar_counts_in_the_units_of_the_results(root):
+def test_the_progress_bar_counts_in_the_units_of_the_results(python, root):
     """On a terminal, which only a process with one shows a bar to."""
     master, terminal = pty.openpty()
     program = "from kvoffload.cli.main import main; main()"
     with subprocess.Popen(
-        [sys.executable, "-c", program, "verify", str(root)],
+        [*python, "-c", program, "verify", str(root)],
         stdout=subprocess.DEVNULL,
         stderr=terminal,
         env=os.environ | {"TERM": "xterm", "COLUMNS": "120"},

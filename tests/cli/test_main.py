@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 
+import disk_commands
 import pytest
 from disk_commands import PROGRAM, kvoffload
 
@@ -72,7 +73,7 @@ def test_help_has_a_short_form(words):
 )
 def test_a_shell_completes_commands_and_their_options(typed, completed):
     asked = {"COMP_WORDS": typed, "COMP_CWORD": str(len(typed.split()) - 1)}
-    result = process(_KVOFFLOAD_COMPLETE="complete_bash", **asked)
+    result = disk_commands.process(_KVOFFLOAD_COMPLETE="complete_bash", **asked)
     assert completed in result.stdout.split(), result
 
 

@@ -3,12 +3,11 @@
 import json
 import os
 import subprocess
-import sys
 from functools import partial
 from pathlib import Path
 
 import pytest
-from disk_commands import kvoffload, process
+from disk_commands import PYTHON, kvoffload, process
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "backend_plugin"
 PLUG_INS = """[kvoffload.backends]
@@ -139,7 +138,7 @@ def test_what_cannot_be_opened_is_a_sentence_and_nothing_is_made(tmp_path, insta
 
 def run_python(program, argument, environment):
     return subprocess.run(
-        [sys.executable, "-c", program, argument],
+        [*PYTHON, "-c", program, argument],
         capture_output=True,
         text=True,
         env=os.environ | environment,

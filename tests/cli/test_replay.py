@@ -9,6 +9,7 @@ import sys
 from types import SimpleNamespace
 
 import pytest
+from disk_commands import PYTHON
 
 from kvoffload.cli.main import main
 from kvoffload.offload.base import make_offload_key
@@ -107,7 +108,7 @@ def test_a_plug_in_that_names_a_class_that_is_not_there_is_named(kvoffload, trac
     (facts / "entry_points.txt").write_text("[kvoffload.policies]\nghost = ghost:Missing\n")
     program = "from kvoffload.cli.main import main; main()"
     done = subprocess.run(
-        [sys.executable, "-c", program, "replay", str(trace), "--policies", "ghost"],
+        [*PYTHON, "-c", program, "replay", str(trace), "--policies", "ghost"],
         env=os.environ | {"PYTHONPATH": f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"},
         capture_output=True, text=True, timeout=240,
     )  # fmt: skip

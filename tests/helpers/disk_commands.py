@@ -19,6 +19,8 @@ from kvoffload import open_backend
 from kvoffload.cli.main import main
 from kvoffload.testing.backends import filled, keys_of
 
+PYTHON = [sys.executable]
+"""Runs commands; tests of the command line put one in its place that has imported them."""
 PROGRAM = "import sys; sys.argv[0] = 'kvoffload'\nfrom kvoffload.cli.main import main; main()"
 SIZE = 28 * 1024
 ON_DISK = 32 * 1024
@@ -33,7 +35,7 @@ class Result(NamedTuple):
 def process(*words, **environment):
     """Run a command as users do."""
     done = subprocess.run(
-        [sys.executable, "-c", "from kvoffload.cli.main import main; main()", *words],
+        [*PYTHON, "-c", PROGRAM, *words],
         capture_output=True,
         text=True,
         timeout=240,
@@ -75,7 +77,7 @@ def on_terminal(*words, answer=b"", stdout=None):
     """
     here, there = pty.openpty()
     process = subprocess.Popen(
-        [sys.executable, "-c", PROGRAM, *words],
+        [*PYTHON, "-c", PROGRAM, *words],
         stdin=there,
         stdout=stdout or there,
         stderr=there,

@@ -224,8 +224,9 @@ def become(folder: str, environment: dict[str, str], streams: list[int]) -> None
         os.close(stream)
     # Not those of the server, which remember what its descriptors were.
     sys.stdin = open(0, closefd=False)  # noqa: SIM115 - as long as the process
-    sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115
-    sys.stderr = open(2, "w", buffering=1, errors="backslashreplace", closefd=False)  # noqa: SIM115
+    how: dict[str, Any] = {"buffering": 1, "encoding": environment.get("PYTHONIOENCODING")}
+    sys.stdout = open(1, "w", **how, closefd=False)  # noqa: SIM115
+    sys.stderr = open(2, "w", **how, errors="backslashreplace", closefd=False)  # noqa: SIM115
     os.chdir(folder)
     os.environ.clear()
     os.environ.update(SET_BY_IMPORTS | environment)

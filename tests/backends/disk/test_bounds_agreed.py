@@ -43,9 +43,11 @@ asyncio.run(main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3])))
 class Engine:
     """A process that has the root open."""
 
+    python = (sys.executable,)
+
     def __init__(self, root, capacity, chunks=0):
         self.process = subprocess.Popen(
-            [sys.executable, "-c", ENGINE, str(root), str(capacity), str(chunks)],
+            [*self.python, "-c", ENGINE, str(root), str(capacity), str(chunks)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -67,6 +69,11 @@ class Engine:
         _, log = self.process.communicate()
         assert self.process.returncode == 0, log
         return log
+
+
+@pytest.fixture(autouse=True)
+def quick(python, monkeypatch):
+    monkeypatch.setattr(Engine, "python", python)
 
 
 def recorded(root):
@@ -117,7 +124,7 @@ def test_the_only_engine_sets_the_capacity_and_says_what_it_evicts(tmp_path):
 def test_engines_that_start_together_with_a_new_capacity_all_get_it(tmp_path):
     """As the ranks of one engine do after a restart: whichever is first sets it for all."""
     assert Engine(tmp_path, 64 * MIB, 2).ready().end() == ""
-    command = [sys.executable, "-c", ENGINE, str(tmp_path), str(8 * MIB), "1"]
+    command = [*Engine.python, "-c", ENGINE, str(tmp_path), str(8 * MIB), "1"]
     pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
     ranks = [subprocess.Popen(command, text=True, **pipes) for _ in range(4)]
     assert [int(rank.stdout.readline().split()[1]) for rank in ranks] == [8 * MIB] * 4

@@ -6,7 +6,6 @@ import errno
 import json
 import os
 import subprocess
-import sys
 import threading
 import time
 from collections import Counter
@@ -279,14 +278,16 @@ asyncio.run(main(*words[:3], int(words[3]), int(capacity), int(size), float(seco
 
 @pytest.mark.parametrize("form", ["files", "segments"])
 @pytest.mark.parametrize("seconds", [2, pytest.param(120, marks=pytest.mark.chaos)])
-def test_a_direct_store_over_cached_pages_is_what_every_process_loads(tmp_path, form, seconds):
+def test_a_direct_store_over_cached_pages_is_what_every_process_loads(
+    tmp_path, python, form, seconds
+):
     """Two processes on one full root overwrite files of chunks, by both ways in turns."""
     processes = []
     with contextlib.ExitStack() as stack:
         for seed in range(2):
             places = [str(tmp_path / "kv"), str(tmp_path / f"kernel{seed}")]
             words = [*places, form, str(seed), str(60 * ON_DISK), str(SIZE), str(seconds)]
-            command = [sys.executable, "-c", MIXED, *words]
+            command = [*python, "-c", MIXED, *words]
             process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
             processes.append(stack.enter_context(process))
             assert process.stdout.readline() == "up\n"

@@ -1,0 +1,13 @@
+"""Commands in processes of their own are forks of a Python that has imported them."""
+
+import sys
+
+import disk_commands
+import pytest
+
+
+@pytest.fixture(autouse=True, scope="session")
+def quick_commands(python):
+    disk_commands.PYTHON[:] = python
+    yield
+    disk_commands.PYTHON[:] = [sys.executable]
