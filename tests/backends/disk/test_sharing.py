@@ -4,8 +4,6 @@ import asyncio
 import contextlib
 import json
 import os
-import random
-import signal
 import subprocess
 import sys
 import time
@@ -13,18 +11,14 @@ import time
 import pytest
 from disk_parts import allocated, chunk_bytes, open_disk, until
 
-from kvoffload.backends.disk.paths import MANIFEST, QUARANTINE, SNAPSHOT, WRITERS
+from kvoffload.backends.disk.paths import MANIFEST, QUARANTINE, SNAPSHOT
 from kvoffload.backends.disk.root import ABANDONED_S
 from kvoffload.backends.disk.scanner import Scanner
 from kvoffload.backends.header import namespace_digest
 from kvoffload.config import ByteSize
 from kvoffload.testing import payload_of
 from kvoffload.testing.backends import filled, keys_of, slots
-
-SIZE = 28 * 1024
-ON_DISK = 32 * 1024
-TABLE_PAGES = -(-64 * (1 + 100 + 64) // 4096)
-"""Of a process that has had all 100 chunks, and then took 64 slots before it read its table."""
+from tests.support.swarm import CAPACITY, ON_DISK, SIZE
 
 
 async def write(backend, keys):
@@ -209,147 +203,18 @@ async def test_a_namespace_that_cannot_be_removed_keeps_its_manifest(tmp_path):
     assert not folder.exists()
 
 
-SWARM = """
-import asyncio, json, os, random, sys
-from kvoffload.backends.disk import housekeeper as disk_housekeeper
-from kvoffload.backends.disk.backend import DiskBackend, DiskOptions
-from kvoffload.config import ByteSize
-from kvoffload.testing.backends import filled, keys_of, payload_of, slots
-from tests.helpers.disk_parts import in_form
-
-async def main(root, form, seed, capacity, size, seconds):
-    rng = random.Random(seed)
-    backend = DiskBackend(
-        DiskOptions(
-            root=root,
-            capacity=ByteSize(capacity),
-            min_free=ByteSize(0),
-            io=("direct", "auto", "buffered")[seed % 3],
-        ),
-        f"rank{seed % 2}",
-    )
-    in_form(backend, "files" if seed % 5 == 4 else form)
-    keys = keys_of(120)
-    wrong = reads = writes = 0
-    print("up", flush=True)
-    loop = asyncio.get_running_loop()
-    end = loop.time() + seconds
-    while loop.time() < end:
-        some = rng.sample(keys, 6)
-        if rng.random() < 0.5:
-            writes += sum(await backend.write(some, filled(some, size)))
-        elif rng.random() < 0.1:
-            await backend.remove(some[:2])
-        else:
-            into = slots(6, size)
-            for key, slot, good in zip(some, into, await backend.read(some, into)):
-                reads += good
-                wrong += good and bytes(slot) != payload_of(key, size)
-        print(json.dumps([wrong, reads, writes]), flush=True)
-        await asyncio.sleep(0.002)  # four of these must not take all of a machine
-    await backend.close()
-
-root, form, *figures, seconds = sys.argv[1:]
-asyncio.run(main(root, form, *map(int, figures), float(seconds)))
-"""
-
-
-def swarm(root, form, *, kills, pause_s):
-    """Four processes, two namespaces, one folder; one after the other is killed and replaced."""
-    capacity = 100 * ON_DISK
-    rng = random.Random(1)
-
-    def start(seed):
-        words = [str(root), form, str(seed), str(capacity), str(SIZE), str(kills * pause_s + 600)]
-        command = [sys.executable, "-c", SWARM, *words]
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-        process.stdout.readline()
-        return process
-
-    running = [start(seed) for seed in range(4)]
-    totals = [0, 0, 0]
-    peak = excess = 0
-    for kill in range(kills):
-        deadline = time.monotonic() + pause_s * rng.random() * 2
-        while time.monotonic() < deadline:
-            counted, beside, allowed = at_one_moment(root, running)
-            peak, excess = max(peak, counted), max(excess, beside - allowed)
-            time.sleep(0.02)
-        victim = rng.randrange(4)
-        finish(running[victim], totals)
-        running[victim] = start(4 + kill)
-    for process in running:
-        finish(process, totals)
-    return totals, peak, excess, capacity
-
-
-def at_one_moment(root, processes):
-    """Measure while all processes are stopped, so that no file counts twice."""
-    for process in processes:
-        process.send_signal(signal.SIGSTOP)
-    for process in processes:
-        os.waitid(os.P_PID, process.pid, os.WSTOPPED)
-    try:
-        return measured(root)
-    finally:
-        for process in processes:
-            process.send_signal(signal.SIGCONT)
-
-
-def measured(root):
-    """Return the bytes that the capacity counts, those of all other files, and their bound."""
-    counted = beside = 0
-    tables = len(list(root.glob("*/segments/*.table")))
-    for path in root.rglob("*"):
-        with contextlib.suppress(FileNotFoundError):
-            if path.suffix == ".slots":
-                counted += data_bytes(path)
-            elif path.is_file():
-                blocks = path.lstat().st_blocks * 512
-                in_folder = path.parts[len(root.parts) :]
-                is_counted = (
-                    len(path.parent.name) == 2
-                    or in_folder[0] == QUARANTINE
-                    or (in_folder[0] == WRITERS and path.name.isdigit())
-                )
-                counted, beside = counted + blocks * is_counted, beside + blocks * (not is_counted)
-    writers, namespaces = len(os.listdir(root / WRITERS)), 2
-    # A lock and a file being written each; manifest and snapshot; ledger and limits.
-    pages = writers * (1 + 2) + tables * TABLE_PAGES + namespaces * (1 + 3) + 2
-    return counted, beside, pages * 4096
-
-
-def data_bytes(path):
-    """Return the bytes of a file that are no hole, without the file system's map of them."""
-    total = end = 0
-    with path.open("rb") as file, contextlib.suppress(OSError):  # of no more data
-        while True:
-            start = os.lseek(file.fileno(), end, os.SEEK_DATA)
-            end = os.lseek(file.fileno(), start, os.SEEK_HOLE)
-            total += end - start
-    return total
-
-
-def finish(process, totals):
-    process.send_signal(signal.SIGKILL)
-    lines = process.communicate()[0].splitlines()
-    for line in reversed(lines):
-        with contextlib.suppress(ValueError):
-            for i, figure in enumerate(json.loads(line)):
-                totals[i] += figure
-            return
-
-
 def check_swarm(root, form, kills, pause_s):
-    totals, peak, excess, capacity = swarm(root, form, kills=kills, pause_s=pause_s)
-    wrong, reads, writes = totals
+    words = [str(root), form, str(kills), str(pause_s)]
+    command = [sys.executable, "-m", "tests.support.swarm", *words]
+    told = subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout
+    wrong, reads, writes, peak, excess = json.loads(told)
     assert wrong == 0
     assert os.listdir(root / QUARANTINE) == []  # what was read while overwritten is no damage
     assert reads > 100
     assert writes > 100
-    assert peak <= capacity
+    assert peak <= CAPACITY
     assert excess <= 0
-    backend = open_disk(root, "rank0", capacity=ByteSize(capacity))
+    backend = open_disk(root, "rank0", capacity=ByteSize(CAPACITY))
 
     def counted_and_there():
         there = chunk_bytes(root)
