@@ -248,7 +248,7 @@ async def _check(
         else:
             figures[3] += state == STORED and not evicting
         shared.states[i] = STORED if good else NEVER
-    own = backend.writer_folder
+    own = backend._store.root.writer.folder
     for writer in os.listdir(f"{root}/{WRITERS}"):
         # A process killed while it made its folder leaves an empty one, for a minute.
         folder = f"{root}/{WRITERS}/{writer}"

@@ -35,8 +35,6 @@ from kvoffload.backends.header import check_key, is_key, namespace_digest
 from kvoffload.backends.log_rate import Throttle
 from kvoffload.backends.seals import Seal
 from kvoffload.backends.threaded import ThreadPoolBackend
-from kvoffload.config import human_bytes
-from kvoffload.errors import ConfigError
 from kvoffload.policies.told_return import ToldReturn
 
 __all__ = ["DiskBackend", "DiskOptions"]
@@ -102,7 +100,7 @@ class DiskBackend(ThreadPoolBackend):
         self._repairs = _UNDESCRIBED
         """Repairs of the root up to the last manifest."""
         self._untold = Throttle(log, _SAY_AGAIN_S)
-        vfs.on_fork = self._leave_in_child
+        vfs.on_fork = self.disown
 
     @staticmethod
     def admin(options: Mapping[str, Any]) -> Any:
@@ -133,11 +131,6 @@ class DiskBackend(ThreadPoolBackend):
         else:
             log.warning("disk: %s is busy, closed when its thread ends", self._store.path)
             start_once(self._close_late)
-
-    def _leave_in_child(self) -> None:
-        """Use nothing: a forked child has neither the threads nor the locks."""
-        self._store.segments.disown()
-        self.disown()
 
     def _close_late(self) -> None:
         self._housekeeper.wait()
@@ -282,11 +275,8 @@ class DiskBackend(ThreadPoolBackend):
         return self._place
 
     def check_fit(self, chunk_bytes: int) -> None:
-        capacity = self._store.root.limits.capacity_bytes
-        if capacity < bytes_on_disk(chunk_bytes):
-            wanted = human_bytes(bytes_on_disk(chunk_bytes))
-            remedy = f"must hold at least one chunk, which takes {wanted} with its header"
-            raise ConfigError("capacity", human_bytes(capacity), remedy)
+        """See :class:`Observable`; a chunk takes its header as well."""
+        super().check_fit(bytes_on_disk(chunk_bytes))
 
     def forget(self, keys: Sequence[bytes]) -> None:
         self._store.index.hide(name_of(0, key) for key in keys)
@@ -354,10 +344,6 @@ class DiskBackend(ThreadPoolBackend):
         self._store.files.chunks.seal = seal
 
     # ---- for tests and tools ---------------------------------------------------------------
-
-    @property
-    def writer_folder(self) -> str:
-        return self._store.root.writer.folder
 
     def wait_ready(self, timeout_s: float) -> bool:
         """Block until the index knows all chunks of the start; return False after the timeout."""

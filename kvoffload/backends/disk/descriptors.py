@@ -20,8 +20,7 @@ class OpenFile:
 
     def __init__(self, vfs: Vfs, fd: int) -> None:
         self.fd = fd
-        self.leave_open = weakref.finalize(self, vfs.close_quietly, fd)
-        self.leave_open.atexit = False
+        weakref.finalize(self, vfs.close_quietly, fd).atexit = False
 
 
 class Descriptors:
@@ -73,9 +72,3 @@ class Descriptors:
             self._is_closed = True
             kept, self._kept = self._kept, OrderedDict()
         kept.clear()
-
-    def disown(self) -> None:
-        """Leave all open: in a forked child, their numbers may be those of other files."""
-        for opened in self._kept.values():
-            opened.leave_open.detach()
-        self._kept.clear()

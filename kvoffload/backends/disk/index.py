@@ -8,6 +8,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
+from typing import TypeVar
 
 from kvoffload.backends.changes import ChangedKeys
 from kvoffload.policies.base import Policy
@@ -19,6 +20,7 @@ from kvoffload.policies.told_return import LatestReturns, ToldReturn
 Name = bytes
 """Two bytes of namespace number, then the key."""
 
+T = TypeVar("T")
 _SLICE = 256
 _LEAST_BYTES = 8192
 """A chunk has two pages at least; a damaged file may have none."""
@@ -38,6 +40,13 @@ def named(told: ToldReturn) -> ToldReturn:
     """Return what is told of keys of the own namespace, told of their names."""
     names = [name_of(0, key) for key in told.keys]
     return told._replace(claim=name_of(0, told.claim), keys=names)
+
+
+def _slices(items: Iterable[T]) -> Iterator[list[T]]:
+    """Yield items in parts for the time under the lock: the I/O loop may be waiting for it."""
+    remaining = iter(items)
+    while part := list(islice(remaining, _SLICE)):
+        yield part
 
 
 _OWN = name_of(0, b"")
@@ -157,35 +166,27 @@ class Index:
             for name in names:
                 self._note(name)
 
-    def found(self, sizes: Iterable[tuple[Name, int]], *, again: bool = True) -> None:
+    def found(
+        self, sizes: Iterable[tuple[Name, int]], *, again: bool = True, measure: bool = False
+    ) -> None:
         """Add chunks that a scan found, the least recently used first.
 
         ``again``: known ones move behind those that were named before; else they stay.
+        ``measure``: their sizes are corrected, and undeletable ones can be evicted again.
         """
-        remaining = iter(sizes)
-        while part := dict(islice(remaining, _SLICE)):
+        for some in _slices(sizes):
             with self._lock:
-                if self._dropped:
-                    part = {name: part[name] for name in part if name not in self._dropped}
+                gone = self._dropped or ()
+                part = {name: size for name, size in some if name not in gone}
                 new = [name for name in part if name not in self._sizes]
                 self._put(part if again else {name: part[name] for name in new})
+                if measure:
+                    self._sizes.update(part)
+                    for name in part:
+                        self._put_back(name)
                 if self._changes.is_read:
                     for name in new:
                         self._note(name)
-
-    def measured(self, sizes: Iterable[tuple[Name, int]]) -> None:
-        """Correct the sizes of known files, and make undeletable ones evictable again."""
-        for name, allocated_bytes in self._under_lock(sizes):
-            if name in self._sizes:
-                self._sizes[name] = allocated_bytes
-                self._put_back(name)
-
-    def _under_lock(self, sizes: Iterable[tuple[Name, int]]) -> Iterator[tuple[Name, int]]:
-        """Yield under the lock, in slices: the I/O loop may be waiting for it."""
-        remaining = iter(sizes)
-        while part := list(islice(remaining, _SLICE)):
-            with self._lock:
-                yield from part
 
     def touch(self, names: Iterable[Name]) -> None:
         """Note a use of these chunks, the last named becomes the most recent."""
@@ -246,12 +247,10 @@ class Index:
         needed = frozenset(names)
         with self._lock:
             self._needed = needed
-        gone = [name for name in list(self._spared) if name not in needed]
-        for start in range(0, len(gone), _SLICE):
+        for part in _slices([name for name in list(self._spared) if name not in needed]):
             with self._lock:
-                self._end_sparing(gone[start : start + _SLICE])
-        remaining = iter(needed)
-        while part := list(islice(remaining, _SLICE)):
+                self._end_sparing(part)
+        for part in _slices(needed):
             with self._lock:
                 self._spare(part)
 

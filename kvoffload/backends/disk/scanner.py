@@ -121,9 +121,7 @@ class Scanner:
         found.sort(key=itemgetter(0))
         store.uses.seen((name, used_ns) for used_ns, name, _ in self._until_stopped(found))
         sizes = ((name, size) for _, name, size in self._until_stopped(found))
-        index.found(sizes, again=by_age)
-        if full and not by_age:
-            index.measured((name, size) for _, name, size in self._until_stopped(found))
+        index.found(sizes, again=by_age, measure=full and not by_age)
         self._drop_vanished(None if full else scanned, present)
         if self._is_stopping():
             return False

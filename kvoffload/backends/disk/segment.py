@@ -156,10 +156,6 @@ class Segment:
         self._unlock()  # for good: it holds the store, by the file system
         self._files.drop(self.stem + SLOTS, self.stem + TABLE)
 
-    def disown(self) -> None:
-        """Leave all open: in a forked child, their numbers may be those of other files."""
-        self._unlock.detach()
-
     def sync(self) -> None:
         for file in (self.slots(direct=False), self._table()):
             self.vfs.fsync(file.fd)

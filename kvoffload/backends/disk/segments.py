@@ -259,12 +259,6 @@ class Segments(Places):
         self._places.clear()
         self._own.clear()
 
-    def disown(self) -> None:
-        """Leave all files open: in a forked child, their numbers may be those of other files."""
-        self._files.disown()
-        for _, segment in self._known():
-            segment.disown()
-
     # ---- inside ----------------------------------------------------------------------------
 
     def _stems(self, folder: str) -> list[str]:

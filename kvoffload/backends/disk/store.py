@@ -441,14 +441,16 @@ class DiskStore(Counts):
         name = name_of(0, key)
         if self.index.is_hidden(name) or not is_key(key):
             return False
+        is_there = self._ask(name) or self.segments.look_again(name)
+        return is_there and self.uses.is_fresh(name)
+
+    def _ask(self, name: Name) -> bool:
+        """Note when a chunk was used last, as the disk tells; False: it is not there."""
         try:
-            used_ns = self.used_ns(name)
+            self.uses.seen([(name, self.used_ns(name))])
         except OSError:
-            if not self.segments.look_again(name):
-                return False
-        else:
-            self.uses.seen([(name, used_ns)])
-        return self.uses.is_fresh(name)
+            return False
+        return True
 
     def knows(self, name: Name) -> bool:
         """Return whether the index has a chunk that has not expired; never does I/O."""
@@ -470,13 +472,7 @@ class DiskStore(Counts):
 
     def is_fresh(self, name: Name) -> bool:
         """Return whether a chunk has not expired; asks the disk if no late use is known."""
-        if self.uses.is_fresh(name):
-            return True
-        try:
-            self.uses.seen([(name, self.used_ns(name))])
-        except OSError:
-            return False
-        return self.uses.is_fresh(name)
+        return self.uses.is_fresh(name) or (self._ask(name) and self.uses.is_fresh(name))
 
     # ---- removal ---------------------------------------------------------------------------
 

@@ -40,6 +40,8 @@ class Vfs:
         """The root, and the prefix of all paths below it; no path begins with a NUL."""
         self._locked: set[int] = set()
         """Descriptors that carry, or may soon carry, a lock."""
+        self._is_left = False
+        """Whether this is a forked child, where a number may be that of another file."""
         self.on_fork: Callable[[], None] = lambda: None
         """Called in a forked child."""
         _instances.add(self)
@@ -54,6 +56,7 @@ class Vfs:
                 os.close(fd)
         self._locked.clear()
         self.root_fd = -1
+        self._is_left = True
         self.on_fork()
 
     def enter(self, root: str, fd: int) -> None:
@@ -89,6 +92,8 @@ class Vfs:
         return os.preadv(fd, buffers, offset, os.RWF_NOWAIT)
 
     def close(self, fd: int) -> None:
+        if self._is_left:
+            return
         if fd in self._locked:
             # A child forked at this moment has a copy: release the lock, not only the descriptor.
             with contextlib.suppress(OSError):

@@ -228,5 +228,5 @@ async def test_an_engine_opens_where_its_limits_cannot_be_recorded(tmp_path, cap
     backend = open_disk(tmp_path, vfs=broken)
     assert await write(backend, keys_of(2)) == [True, True]
     assert sum(BOUNDS in record.getMessage() for record in caplog.records) == 1
-    assert os.listdir(backend.writer_folder) == ["lock"]
+    assert os.listdir(backend._store.root.writer.folder) == ["lock"]
     await backend.close()

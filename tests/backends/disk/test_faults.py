@@ -95,7 +95,7 @@ async def attempt(used, nth, error, sticky, form="files", **settings):
         assert backend.usage().resident_bytes == chunk_bytes(root) + aside_bytes(root)
         assert await backend.write(KEYS, filled(KEYS, SIZE)) == [True] * 7
         writers = [name for name in os.listdir(root / WRITERS) if not name.startswith("new-")]
-        assert writers == [os.path.basename(backend.writer_folder)]
+        assert writers == [os.path.basename(backend._store.root.writer.folder)]
         await backend.close()
     finally:
         shutil.rmtree(root)

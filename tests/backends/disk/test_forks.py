@@ -59,7 +59,7 @@ if not child:
     assert os.pread(mine[0], 100, 0) == b"mine"
     os._exit(1 if any(answers) else 0)
 assert os.waitpid(child, 0)[1] == 0
-assert os.listdir(f"{root}/{WRITERS}") == [os.path.basename(backend.writer_folder)]
+assert os.listdir(f"{root}/{WRITERS}") == [os.path.basename(backend._store.root.writer.folder)]
 assert asyncio.run(backend.read(keys, slots(3, 8192))) == [True] * 3
 more = keys_of(3, "more")
 assert asyncio.run(backend.write(more, filled(more, 8192))) == [True] * 3
@@ -115,7 +115,7 @@ async def test_an_owner_that_died_is_succeeded_although_its_forked_child_lives(t
     child = forked_by_a_dead_owner(tmp_path)
     try:
         backend = DiskBackend(DiskOptions(root=str(tmp_path), min_free=ByteSize(0)), "forked")
-        own = [os.path.basename(backend.writer_folder)]
+        own = [os.path.basename(backend._store.root.writer.folder)]
         for _ in range(500):
             if backend._store.root.evictor.held and os.listdir(tmp_path / WRITERS) == own:
                 break

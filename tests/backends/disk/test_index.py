@@ -115,9 +115,9 @@ def test_a_scan_does_not_find_a_name_dropped_during_it(index):
 def test_a_measured_size_replaces_the_known_one_and_returns_a_victim_to_the_order(index):
     index.found([(A, 10), (B, 20)])
     assert [*index.victims(1)] == [A]  # but its file could not be removed
-    index.measured([(A, 15), (C, 30)])
-    assert (index.size(A), C in index) == (15, False)
-    assert [*index.victims(3)] == [B, A]
+    index.found([(A, 15), (C, 30)], again=False, measure=True)
+    assert (index.size(A), index.size(C)) == (15, 30)
+    assert [*index.victims(3)] == [B, C, A]
 
 
 @pytest.mark.parametrize(
@@ -140,7 +140,7 @@ def test_many_names_are_found_and_measured_whatever_the_slices(index):
     names = [name_of(0, i.to_bytes(4, "big")) for i in range(600)]
     index.found((name, 1) for name in names)
     assert index.sizes() == [(name, 1) for name in names]
-    index.measured((name, 2) for name in names)
+    index.found(((name, 2) for name in names), again=False, measure=True)
     assert index.sizes() == [(name, 2) for name in names]
 
 

@@ -2,6 +2,7 @@
 
 import os
 import time
+from pathlib import Path
 
 from disk_parts import ON_DISK, open_disk, until, write
 
@@ -30,14 +31,14 @@ def dead_writer(root, size=20_000):
 
 async def test_the_living_are_counted_and_the_dead_are_not(tmp_path):
     backend = open_disk(tmp_path)
-    own = os.path.basename(backend.writer_folder)
+    own = os.path.basename(backend._store.root.writer.folder)
     unseen = tmp_path / "unseen"
     (unseen / WRITERS).mkdir(parents=True)
     folder = dead_writer(unseen)
     assert count_alive(Vfs(), str(tmp_path)) == 1
     assert count_alive(Vfs(), str(unseen)) == 0
     assert is_dead(Vfs(), str(folder))
-    assert not is_dead(Vfs(), backend.writer_folder)
+    assert not is_dead(Vfs(), backend._store.root.writer.folder)
     assert clean_up(Vfs(), str(tmp_path), own) == (0, 0)
     assert clean_up(Vfs(), str(tmp_path), "") == (1, 0)
     freed = (folder / "7").stat().st_blocks * 512
@@ -74,11 +75,10 @@ async def test_bytes_that_other_processes_write_count_when_a_scan_corrects_the_q
     owner, other = open_disk(tmp_path), open_disk(tmp_path)
     assert await write(owner, keys_of(2)) == [True] * 2
     for backend in (owner, other):
+        folder = Path(backend._store.root.writer.folder)
         for name in ("900", "small-901"):
-            (tmp_path / WRITERS / os.path.basename(backend.writer_folder) / name).write_bytes(
-                bytes(20_480)
-            )
-    own = os.path.basename(owner.writer_folder)
+            (folder / name).write_bytes(bytes(20_480))
+    own = os.path.basename(owner._store.root.writer.folder)
     assert bytes_in_flight(Vfs(), str(tmp_path), own) == 20_480
     (tmp_path / LEDGER).write_bytes(os.urandom(40))
     Scanner(owner._store).scan(full=True)

@@ -120,7 +120,7 @@ async def test_a_store_in_which_something_raises_is_a_refusal_and_leaves_no_byte
     assert f"{method} does not work" in caplog.text
     assert_exact(backend, tmp_path)
     assert not any(map(backend.holds, keys[1:]))
-    assert os.listdir(backend.writer_folder) == ["lock"]
+    assert os.listdir(backend._store.root.writer.folder) == ["lock"]
     assert await write(backend, keys) == [True] * 4
     assert await backend.read(keys, slots(4, SIZE)) == [True] * 4
     assert_exact(backend, tmp_path)

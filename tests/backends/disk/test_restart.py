@@ -194,7 +194,7 @@ async def test_leftovers_of_the_dead_are_removed_and_of_the_living_never(tmp_pat
         await asyncio.sleep(0.01)
     assert not dead.exists()
     assert not half_removed.exists()
-    assert alive.writer_folder in map(str, (tmp_path / WRITERS).iterdir())
+    assert alive._store.root.writer.folder in map(str, (tmp_path / WRITERS).iterdir())
     assert being_born.exists()
     hour_ago = time.time() - 3600
     os.utime(being_born, (hour_ago, hour_ago))
