@@ -6,7 +6,6 @@ the descriptor of a root that belongs to its own user: no other user can lead it
 """
 
 import contextlib
-import fcntl
 import os
 from collections.abc import Iterator
 from functools import partial
@@ -22,8 +21,8 @@ from kvoffload.backends.disk.locks import (
     count_alive,
     is_at,
     is_dead,
+    is_locked,
     is_older,
-    open_locked,
 )
 from kvoffload.backends.disk.paths import LEDGER, QUARANTINE, SCRATCH, SLOTS, WRITERS, shard_of
 from kvoffload.backends.disk.quota import Quota, recorded_bytes
@@ -160,9 +159,7 @@ class DiskInspector:
             self.unreadable.append((path, counted_as(str(error))))
 
     def _unlisted(self, folder: str, shard: str, error: OSError) -> None:
-        path = f"{self.root}/{folder}/{shard}"
-        self._refuse_foreign(path, error)
-        self.unreadable.append((path, reason_of(error)))
+        self._unreadable(f"{self.root}/{folder}/{shard}", error)
 
     def quarantined(self) -> list[Waste]:
         """Return the files set aside as damaged; none if they cannot be listed."""
@@ -201,12 +198,7 @@ class DiskInspector:
 
     def has_owner(self) -> bool:
         """Return whether one of them evicts."""
-        try:
-            fd = open_locked(self.vfs, f"{self.root}/{paths.OWNER}", os.O_RDONLY, fcntl.LOCK_SH)
-        except OSError as error:
-            return isinstance(error, BlockingIOError)
-        self.vfs.close_quietly(fd)
-        return False
+        return is_locked(self.vfs, self.root, paths.OWNER) is True
 
     def ledger(self) -> tuple[int | None, str | None]:
         """Return the allocated bytes by the shared quota, or what is wrong with its file."""

@@ -182,14 +182,14 @@ def clean_folder(vfs: Vfs, folder: str) -> int:
 
 def count_alive(vfs: Vfs, root: str) -> int:
     """Return how many writers are alive under a root; changes nothing."""
-    return sum(_is_alive(vfs, folder) is True for folder in _folders(vfs, root))
+    return sum(is_locked(vfs, folder) is True for folder in _folders(vfs, root))
 
 
 def has_older(vfs: Vfs, root: str) -> bool:
     """Return whether a writer is alive whose version does not know of slots."""
     for folder in _folders(vfs, root):
         with contextlib.suppress(OSError):
-            if not vfs.lstat(f"{folder}/{_LOCK}").st_size and _is_alive(vfs, folder):
+            if not vfs.lstat(f"{folder}/{_LOCK}").st_size and is_locked(vfs, folder):
                 return True
     return False
 
@@ -197,13 +197,13 @@ def has_older(vfs: Vfs, root: str) -> bool:
 def is_dead(vfs: Vfs, folder: str) -> bool:
     """Return whether :func:`clean_up` would remove a writer's folder."""
     is_new = _is_new(folder)
-    return is_older(vfs, folder, _NEW_S) if is_new else _is_alive(vfs, folder) is False
+    return is_older(vfs, folder, _NEW_S) if is_new else is_locked(vfs, folder) is False
 
 
-def _is_alive(vfs: Vfs, folder: str) -> bool | None:
-    """Return whether a process holds a writer's lock; None: unknown."""
+def is_locked(vfs: Vfs, folder: str, name: str = _LOCK) -> bool | None:
+    """Return whether a process holds a lock, by default a writer's; None: unknown."""
     try:
-        vfs.close_quietly(_open_lock(vfs, folder, os.O_RDONLY, fcntl.LOCK_SH))
+        vfs.close_quietly(_open_lock(vfs, folder, os.O_RDONLY, fcntl.LOCK_SH, name))
     except FileNotFoundError:
         return False
     except BlockingIOError:
@@ -213,11 +213,11 @@ def _is_alive(vfs: Vfs, folder: str) -> bool | None:
     return False
 
 
-def _open_lock(vfs: Vfs, folder: str, flags: int, kind: int) -> int:
-    """Open and lock the lock file of a writer; raises OSError, also for a link as the folder."""
+def _open_lock(vfs: Vfs, folder: str, flags: int, kind: int, name: str = _LOCK) -> int:
+    """Open and lock a lock file; raises OSError, also for a link as the folder."""
     if not stat.S_ISDIR(vfs.lstat(folder).st_mode):
         raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), folder)
-    return open_locked(vfs, f"{folder}/{_LOCK}", flags, kind)
+    return open_locked(vfs, f"{folder}/{name}", flags, kind)
 
 
 def bytes_in_flight(vfs: Vfs, root: str, own: str) -> int:

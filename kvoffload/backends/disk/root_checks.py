@@ -159,20 +159,10 @@ def _sub_folder(path: str, facts: os.stat_result) -> str:
 
 def check_root(vfs: Vfs, root: str) -> None:
     """Refuse a folder that is no root of the disk backend, or belongs to another user."""
-    names = _listed(vfs, root)
-    if WRITERS in names:
-        try:
-            vfs.listdir(f"{root}/{WRITERS}")
-        except PermissionError as error:
-            raise denied(vfs, f"{root}/{WRITERS}") or error from error
-        except OSError as error:
-            if error.errno not in (errno.ENOTDIR, errno.ELOOP):  # a file, or a link
-                raise
-            names = [""]
-        else:
-            return
-    remedy = "is no folder of the disk backend" if names else "is empty: no engine has used it yet"
-    raise ConfigError("root", root, remedy)
+    if WRITERS not in (names := _listed(vfs, root)):
+        is_new = "is empty: no engine has used it yet"
+        raise ConfigError("root", root, "is no folder of the disk backend" if names else is_new)
+    _listed(vfs, f"{root}/{WRITERS}")
 
 
 def check_fresh_or_root(vfs: Vfs, root: str) -> bool:

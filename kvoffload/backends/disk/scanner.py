@@ -197,10 +197,8 @@ class Scanner:
 
     def _refresh_slots(self) -> None:
         """Let store and index learn which chunks appeared in slots, and which left."""
-        try:
+        with self._looking():
             self._store.segments.refresh(*range(len(self._store.namespaces)))
-        except OSError as error:
-            self._missed(error.filename or self._store.path, error)
 
     def _exists(self, folder: str) -> bool:
         """Return whether a namespace still has a folder: a removed one keeps its number."""
@@ -254,10 +252,8 @@ class Scanner:
         the figure of the beginning has none that came since.
         """
         quota, total = self._store.root.quota, chunk_bytes
-        try:
+        with self._looking("quarantine"):
             total += self._store.quarantine.allocated_bytes()
-        except OSError as error:
-            self._missed("quarantine", error)
         is_quiet = self._is_complete and not moving_bytes
         if is_quiet and begun is not None and quota.correct(total, begun[1], self._is_quiet):
             return True
@@ -280,28 +276,31 @@ class Scanner:
 
     def _in_flight_bytes(self) -> int:
         """Return the bytes of chunks that this and other processes are storing or removing."""
-        root, own_bytes = self._store.root, self._store.space.in_flight_bytes
-        try:
-            return own_bytes + bytes_in_flight(root.vfs, root.path, root.writer.token)
-        except OSError as error:
-            self._missed("writers", error)
-            return own_bytes
+        root, total = self._store.root, self._store.space.in_flight_bytes
+        with self._looking("writers"):
+            total += bytes_in_flight(root.vfs, root.path, root.writer.token)
+        return total
 
     def _slot_bytes_in_flight(self) -> int:
         """Return the bytes of slots that are neither free nor a chunk's."""
-        try:
-            return self._store.segments.moving_bytes()
-        except OSError as error:
-            self._missed(error.filename or self._store.path, error)
-            return 0
+        total = 0
+        with self._looking():
+            total = self._store.segments.moving_bytes()
+        return total
 
     def _follow_all(self) -> None:
         """Number all namespaces: the evicting process evicts in each of them."""
         store = self._store
-        try:
+        with self._looking(store.path):
             store.follow(filter(is_namespace, store.vfs.listdir(store.path)))
+
+    @contextlib.contextmanager
+    def _looking(self, where: str = "") -> Iterator[None]:
+        """Note what a look of the scan could not see, and go on."""
+        try:
+            yield
         except OSError as error:
-            self._missed(store.path, error)
+            self._missed(where or error.filename or self._store.path, error)
 
     def _missed(self, where: str, error: OSError) -> None:
         """Note that the scan may not have seen everything."""

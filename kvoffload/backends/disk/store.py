@@ -318,13 +318,12 @@ class DiskStore(Counts):
             return [False]  # it is counted
         answers, num_begun = list[Written](), 0
         try:
-            if drafts := self._slots_for(rooms, size):
-                rooms = [Room(bytes_on_disk(size), draft) for draft in drafts]
-            for run in runs_of(drafts) or [range(i, i + 1) for i in range(len(rooms))]:
+            if not (drafts := self._slots_for(rooms, size)):
+                return []
+            rooms = [Room(bytes_on_disk(size), draft) for draft in drafts]
+            for run in runs_of(drafts):
                 part = slice(run.start, run.stop)
-                is_written = drafts and slots.write_run(
-                    drafts[part], keys[part], chunks[part], tenants[part]
-                )
+                is_written = slots.write_run(drafts[part], keys[part], chunks[part], tenants[part])
                 num_begun = run.stop
                 if is_written and self._publish_run(names[part], drafts[part]):
                     answers += [True] * len(run)
@@ -332,9 +331,8 @@ class DiskStore(Counts):
                 for i in run:
                     num_begun, key = i + 1, keys[i]
                     answers.append(self._store_in(rooms[i], key, chunks[i], tenants[i], repairs))
-        except BaseException:
+        finally:
             reservation.give_back(size, rooms[num_begun:])
-            raise
         return answers
 
     def _slots_for(self, rooms: Sequence[Room], chunk_bytes: int) -> list[SlotDraft]:

@@ -110,5 +110,5 @@ def test_an_empty_folder_is_no_root(tmp_path):
     with pytest.raises(ConfigError, match="is empty"):
         DiskInspector(str(tmp_path))
     (tmp_path / WRITERS).write_text("a file")
-    with pytest.raises(ConfigError, match="is no folder of the disk backend"):
+    with pytest.raises(ConfigError, match=f"{WRITERS}': is not a folder"):
         DiskInspector(str(tmp_path))
