@@ -160,39 +160,26 @@ class DiskBackend(ThreadPoolBackend):
     ) -> list[bool | ReadResult]:
         if self._refuses("read", len(keys)):
             return [ReadResult.UNAVAILABLE] * len(keys)
-        loaded = []
-
-        def note(i: int) -> None:
-            loaded.append(i)
-            arrived(i)
-
-        try:
-            return await self._read_runs(keys, into, note)
-        finally:  # also for a load that its deadline cut off
-            # The head of a prefix becomes the most recent.
-            self._store.used([name_of(0, keys[i]) for i in sorted(loaded, reverse=True)])
-
-    async def _read_runs(
-        self,
-        keys: Sequence[bytes],
-        into: Sequence[memoryview],
-        arrived: Callable[[int], None],
-    ) -> list[bool | ReadResult]:
-        """Read chunks, those in slots that follow one another by one call."""
         check_lengths(keys, into)
-        targets, store = [target.cast("B") for target in into], self._store
+        targets, loaded, store = [target.cast("B") for target in into], list[int](), self._store
 
         def load(run: range) -> list[bool | ReadResult]:
             part = slice(run.start, run.stop)
             found = store.load_run(keys[part], targets[part])
             for i, answer in zip(run, found, strict=True):
                 if answer:
+                    loaded.append(i)
                     arrived(i)
             return found
 
+        # Chunks in slots that follow one another are read by one call.
         runs = store.runs(keys, targets) if keys else []
         failed, is_quick = ReadResult.UNAVAILABLE, self.is_quick(into)
-        return await self.run_all("read", runs, load, failed, is_quick=is_quick)
+        try:
+            return await self.run_all("read", runs, load, failed, is_quick=is_quick)
+        finally:  # also for a load that its deadline cut off
+            # The head of a prefix becomes the most recent.
+            store.used([name_of(0, keys[i]) for i in sorted(loaded, reverse=True)])
 
     async def write(
         self, keys: Sequence[bytes], chunks: Sequence[memoryview], tenants: Sequence[bytes] = ()

@@ -335,11 +335,6 @@ class Segment:
         """Slots that are not free, as this process knows them."""
         return len(self.table[_LENGTH_AT::ENTRY_BYTES].replace(b"\0", b""))
 
-    def take_slot(self) -> int:
-        """Return a free slot of an own segment: a new last one if all are in use."""
-        self.taken += 1
-        return self.free.pop() if self.free else len(self.table) // ENTRY_BYTES
-
     @property
     def may_have_free(self) -> bool:
         """Whether to read the table before it grows: other processes free slots, too.

@@ -85,23 +85,19 @@ class Segments(Places):
             number = self._own_segment(slot_bytes)
             segment = self._open[number]
             assert segment is not None
-            slots = list[int]()
+            slots = [segment.free.pop() for _ in range(min(count, len(segment.free)))]
+            end = len(segment.table) // ENTRY_BYTES
+            new = range(end, end + count - len(slots))
             try:
-                while len(slots) < count:
-                    first = segment.take_slot()
-                    slots.append(first)
-                    # New ones follow the last one; what was freed may be anywhere.
-                    if not segment.free and first * ENTRY_BYTES >= len(segment.table):
-                        more = count - len(slots)
-                        slots += range(first + 1, first + 1 + more)
-                        segment.taken += more
-                        segment.set_entry(first, WRITING * (1 + more))
-                    else:
-                        segment.set_entry(first, WRITING)
+                for slot in slots:
+                    segment.set_entry(slot, WRITING)
+                if new:
+                    segment.set_entry(end, WRITING * len(new))
             except BaseException:
                 segment.free += reversed(slots)
                 raise
-        return [At(segment, slot, slot * MOST_SEGMENTS + number) for slot in slots]
+            segment.taken += count
+        return [At(segment, slot, slot * MOST_SEGMENTS + number) for slot in (*slots, *new)]
 
     def _must_look(self, slot_bytes: int) -> bool:
         """Return whether there may be a free slot or segment that this process does not know."""
