@@ -128,14 +128,6 @@ def tenant_tag(tenant: bytes, key: bytes) -> bytes:
     ).digest()
 
 
-def begin_check(header: memoryview, found: Header, cipher: Seal | None) -> RunningCheck | None:
-    """Return the check of a payload behind a header, as loads with the same keys make it.
-
-    None: it is plain although there is a ``cipher``, or encrypted under a key that is not given.
-    """
-    return (cipher or ChecksumSeal()).begin_check(header, found)
-
-
 def fault_by_check(
     seal: Seal | None, header: memoryview, payload: memoryview, key: bytes, namespace: bytes
 ) -> str | None:
@@ -148,7 +140,7 @@ def fault_by_check(
     reason = mismatch(found, key, namespace, payload.nbytes)
     if reason is not None or not isinstance(found, Header):
         return reason
-    if (running := begin_check(header, found, seal)) is None:
+    if (running := (seal or ChecksumSeal()).begin_check(header, found)) is None:
         return OTHER_KEY
     running.update(payload)
     return None if running.is_whole() else "payload"

@@ -27,7 +27,7 @@ from kvoffload.backends.header import (
     mismatch,
     parse_header,
 )
-from kvoffload.backends.seals import ChecksumSeal, Seal, begin_check
+from kvoffload.backends.seals import ChecksumSeal, Seal
 from kvoffload.errors import ConfigError
 
 log = logging.getLogger(__name__)
@@ -242,7 +242,7 @@ def check(
         payload_bytes = min(header.payload_bytes, len(slot) - PAGE)
     reason = mismatch(header, key, namespace, payload_bytes)
     if reason is None and isinstance(header, Header):
-        if (running := begin_check(buffer[:PAGE], header, cipher)) is None:
+        if (running := (cipher or ChecksumSeal()).begin_check(buffer[:PAGE], header)) is None:
             return OTHER_KEY, read
         end = PAGE + payload_bytes
         while piece := vfs.preadv(fd, [buffer[: end - read]], start + read) if read < end else 0:

@@ -4,6 +4,7 @@ import threading
 from collections import Counter, defaultdict
 from collections.abc import Iterable
 
+from kvoffload.backends.disk.chunk_file import bytes_on_disk
 from kvoffload.backends.disk.space import Room, Space
 
 
@@ -21,11 +22,7 @@ class Reservation:
         self._rooms: defaultdict[int, list[Room]] = defaultdict(list)
         self._lock = threading.Lock()
 
-    def take(self, chunk_bytes: int) -> Room | None:
-        """Return room for a chunk of this length; None: there is none."""
-        return next(iter(self.take_all(chunk_bytes, 1)), None)
-
-    def take_all(self, chunk_bytes: int, count: int) -> list[Room]:
+    def take(self, chunk_bytes: int, count: int) -> list[Room]:
         """Return room for up to so many chunks of this length, of one reservation.
 
         Another one, before these chunks are stored, would evict without counting them.
@@ -51,6 +48,6 @@ class Reservation:
 
     def close(self) -> None:
         """Release what no store used. No store may follow."""
-        for rooms in self._rooms.values():
+        for chunk_bytes, rooms in self._rooms.items():
             while rooms:
-                self._space.cancel(*rooms.pop())
+                self._space.cancel(bytes_on_disk(chunk_bytes), rooms.pop())

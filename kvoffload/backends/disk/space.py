@@ -5,7 +5,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from kvoffload.backends.disk.chunk_file import bytes_on_disk
 from kvoffload.backends.disk.chunk_forms import Draft
@@ -36,12 +36,8 @@ _FREE_SHARE, _FREE_S = 64, 0.5
 systems free space only seconds after a removal."""
 
 
-class Room(NamedTuple):
-    """The reserved room of one chunk."""
-
-    allocated_bytes: int
-    spare: Draft | None
-    """Place of an evicted chunk to overwrite; None: a new one."""
+Room = Draft | None
+"""The reserved room of one chunk: the place of an evicted chunk to overwrite; None: a new one."""
 
 
 class Space:
@@ -71,7 +67,7 @@ class Space:
         self._paused_until = 0.0
         self._full = Throttle(log, _FULL_LOG_S)
 
-    def reserve(self, chunk_bytes: int, most: int = 1) -> "list[Room]":
+    def reserve(self, chunk_bytes: int, most: int = 1) -> list[Room]:
         """Make room for a chunk, or for up to ``most``, and count it; empty: do not try.
 
         Above the high watermark a chunk gets the place of an evicted one.
@@ -101,7 +97,7 @@ class Space:
         most = max(_MOST_CHUNKS, _MOST_SMALL_BYTES // allocated_bytes)
         return max(1, min(most, most_bytes // allocated_bytes))
 
-    def _reserve(self, chunk_bytes: int, count: int) -> "list[Room]":
+    def _reserve(self, chunk_bytes: int, count: int) -> list[Room]:
         """Reserve for all of these chunks, or for none."""
         allocated_bytes = bytes_on_disk(chunk_bytes)
         self.add_in_flight(count * allocated_bytes)
@@ -128,8 +124,7 @@ class Space:
             if count == 1:
                 self._store.count("refused_capacity")
             return []
-        new = [Room(allocated_bytes, None)] * (count - len(spares))
-        return [*(Room(allocated_bytes, spare) for spare in spares), *new]
+        return [*spares, *[None] * (count - len(spares))]
 
     def _collect_spares(self, spares: list[Draft], chunk_bytes: int, count: int) -> None:
         """Evict what would exceed the high watermark; add places that chunks can overwrite."""

@@ -235,14 +235,14 @@ class DiskStore(Counts):
                 self.uses.used([name])
             with contextlib.suppress(FileNotFoundError):  # it has left: store it again
                 return self._make_durable(name, is_new=False) and WriteResult.PRESENT
-        room = (reservation or Reservation(self.space, ())).take(chunk.nbytes)
-        return room is not None and self._store_in(room, key, chunk, tenant, repairs)
+        rooms = (reservation or Reservation(self.space, ())).take(chunk.nbytes, 1)
+        return bool(rooms) and self._store_in(rooms[0], key, chunk, tenant, repairs)
 
     def _store_in(
-        self, room: Room, key: bytes, chunk: memoryview, tenant: bytes, repairs: int
+        self, draft: Room, key: bytes, chunk: memoryview, tenant: bytes, repairs: int
     ) -> Written:
         """Store a chunk in its room; ``repairs``: of the root, before the room was reserved."""
-        (reserved, draft), name = room, name_of(0, key)
+        reserved, name = bytes_on_disk(chunk.nbytes), name_of(0, key)
         try:
             form = self._form_for(key, chunk.nbytes)
             if draft is not None and draft.form is not form:
@@ -313,14 +313,14 @@ class DiskStore(Counts):
         are_new = len({*names}) == len(names) and self._are_new(names)
         if size % PAGE or not are_new or any(self._form_for(k, size) is not slots for k in keys):
             return []
-        repairs, rooms = self.root.repairs, reservation.take_all(size, len(keys))
+        repairs, rooms = self.root.repairs, reservation.take(size, len(keys))
         if not rooms:
             return [False]  # it is counted
         answers, num_begun = list[Written](), 0
         try:
             if not (drafts := self._slots_for(rooms, size)):
                 return []
-            rooms = [Room(bytes_on_disk(size), draft) for draft in drafts]
+            rooms = [*drafts]
             for run in runs_of(drafts):
                 part = slice(run.start, run.stop)
                 is_written = slots.write_run(drafts[part], keys[part], chunks[part], tenants[part])
@@ -337,8 +337,8 @@ class DiskStore(Counts):
 
     def _slots_for(self, rooms: Sequence[Room], chunk_bytes: int) -> list[SlotDraft]:
         """Return the slots of rooms, new ones included, in order; empty: not each can have one."""
-        drafts = [room.spare for room in rooms if isinstance(room.spare, SlotDraft)]
-        num_new = sum(room.spare is None for room in rooms)
+        drafts = [room for room in rooms if isinstance(room, SlotDraft)]
+        num_new = rooms.count(None)
         if len(drafts) + num_new < len(rooms):
             return []  # there is a place of another form
         if num_new:

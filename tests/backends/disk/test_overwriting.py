@@ -242,9 +242,9 @@ async def test_what_a_job_reserved_and_did_not_use_is_released(tmp_path, is_full
     assert await write(backend, keys_of(128 if is_full else 8)) != []
     space, quota = backend._store.space, backend._store.root.quota
     reservation = Reservation(space, [SIZE] * 8)
-    room = reservation.take(SIZE)
+    (room,) = reservation.take(SIZE, 1)
     assert quota.refresh() == (128 if is_full else 16) * ON_DISK
-    space.cancel(*room)
+    space.cancel(ON_DISK, room)
     assert not reservation.is_used_up
     reservation.close()
     assert temporaries(tmp_path) == []
@@ -297,7 +297,7 @@ async def test_a_scan_counts_what_another_process_reserved(tmp_path):
     assert len(rooms) == 80
     for left in (80, 50, 20, 1, 0):
         while len(rooms) > left:
-            store.space.cancel(*rooms.pop())
+            store.space.cancel(ON_DISK, rooms.pop())
         scanner = Scanner(evicting._store)
         assert scanner.scan(full=True) is (left == 0)
         assert evicting._store.root.quota.refresh() == left * ON_DISK
