@@ -7,16 +7,16 @@ from collections.abc import Collection, Iterable
 class ChangedKeys:
     """Keys that changed and that the one reader has not taken. Thread-safe.
 
-    An index without a reader costs nothing: keys are noted from :meth:`begin` on. The owner notes a
-    key after its presence changed. The reader takes a key before it looks up the presence. A change
-    after that is noted again, so the last answer to a key is right. A key that changes while the
-    first listing lasts is taken with the changes, and once more with the listing.
+    An index without a reader costs nothing: keys are noted from :meth:`begin_parts` on. The owner
+    notes a key after its presence changed. The reader takes a key before it looks up the presence.
+    A change after that is noted again, so the last answer to a key is right. A key that changes
+    while the first listing lasts is taken with the changes, and once more with the listing.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._listed: list[bytes] = []
-        """Keys that were present at the begin. A list of a million keys is made and cut in a
+        """Keys of the part that has its turn. A list of a million keys is made and cut in a
         fraction of the time of a dictionary."""
         self._parts: list[Collection[bytes]] = []
         """Those of which the keys are yet to be listed."""
@@ -31,24 +31,14 @@ class ChangedKeys:
     def __bool__(self) -> bool:
         return bool(self._listed or self._keys or any(self._parts))
 
-    def begin(self, present: Iterable[bytes]) -> None:
-        """Note all keys that are present; the caller holds the lock under which keys change.
-
-        Begun again, it keeps the keys that were not taken: some of them may be gone.
-        """
-        with self._lock:
-            left = self._listed
-            self._listed = list(dict.fromkeys([*left, *present])) if left else list(present)
-            self._keys = self._keys or {}
-        self.is_read = True
-
     def begin_parts(self, parts: Iterable[Collection[bytes]]) -> None:
-        """Note all keys that are in these parts, each part when it has its turn.
+        """Note all keys that are present: those in these parts, each listed when it has its turn.
 
-        The parts change until then, and each change must be noted, too.
+        The parts may change until then, and each change must be noted, too. Begun again, it keeps
+        the keys that were noted and not taken: some of them may be gone.
         """
         with self._lock:
-            self._parts = list(parts)
+            self._listed, self._parts = [], list(parts)
             self._keys = self._keys or {}
         self.is_read = True
 

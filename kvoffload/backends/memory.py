@@ -97,7 +97,7 @@ class MemoryBackend(InlineBackend):
 
     def take_changes(self, limit: int) -> list[tuple[bytes, bool]]:
         if not self._changes.is_read:
-            self._changes.begin(self._chunks)
+            self._changes.begin_parts([self._chunks.keys()])
         keys = self._changes.take(limit)
         self._is_complete = self._is_complete or not self._changes
         return [(key, key in self._chunks) for key in keys]

@@ -10,7 +10,7 @@ def test_keys_are_kept_for_a_reader_alone_and_the_latest_come_first():
     changes = ChangedKeys()
     changes.note(b"before")
     assert (len(changes), changes.is_read, changes.take(9)) == (0, False, [])
-    changes.begin([b"a", b"b"])
+    changes.begin_parts([[b"a", b"b"]])
     for key in (b"c", b"a", b"d") * 9:  # each is kept once, however often it changes
         changes.note(key)
     changes.note_all([b"c", b"d"])
@@ -25,12 +25,12 @@ def test_keys_are_kept_for_a_reader_alone_and_the_latest_come_first():
 
 def test_keys_that_were_not_taken_stay_when_it_is_begun_again():
     changes = ChangedKeys()
-    changes.begin(())
+    changes.begin_parts(())
     changes.note(b"gone")
-    changes.begin([b"present"])
+    changes.begin_parts([[b"present"]])
     assert sorted(changes.take(9)) == [b"gone", b"present"]
     for _ in range(3):
-        changes.begin([b"a", b"b"])
+        changes.begin_parts([[b"a", b"b"]])
     assert sorted(changes.take(9)) == [b"a", b"b"], "as much is kept as is there"
 
 
@@ -52,7 +52,7 @@ def test_parts_are_listed_one_after_the_other_and_as_they_are_by_then():
 def test_no_change_is_lost_while_it_is_noted():
     """The reader takes a key first, and then looks: its last look at each key is right."""
     changes, state, seen = ChangedKeys(), dict.fromkeys(range(8), 0), {}
-    changes.begin(())
+    changes.begin_parts(())
     before, over = sys.getswitchinterval(), threading.Event()
 
     def read():

@@ -318,7 +318,7 @@ class Index:
     def list_again(self) -> None:
         """Note all names of the own namespace as changed."""
         with self._lock:
-            self._changes.begin(name for name in self._sizes if name.startswith(_OWN))
+            self._changes.begin_parts([[n for n in self._sizes if n.startswith(_OWN)]])
 
     def note(self, names: Iterable[Name]) -> None:
         """Note that chunks became fresh, or expired."""

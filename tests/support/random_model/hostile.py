@@ -235,7 +235,7 @@ class Hostile(Shy, Spares):
 
     def take_changes(self, limit):
         if not self._changes.is_read:
-            self._changes.begin(list(self._known))
+            self._changes.begin_parts([list(self._known)])
         keys = self._changes.take(limit)
         self._is_complete = self._is_complete or not self._changes
         return [(key, key in self._known) for key in keys]
