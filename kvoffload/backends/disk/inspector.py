@@ -32,7 +32,7 @@ from kvoffload.backends.disk.root_checks import (
     enter_safely,
     refuse_unsafe_inside,
 )
-from kvoffload.backends.disk.segment import FREE, Entry, Segment, remove_empty, segments_in
+from kvoffload.backends.disk.segment import FREE, Segment, remove_empty, segments_in
 from kvoffload.backends.disk.vfs import Vfs
 from kvoffload.backends.disk.walker import names_in, remove_namespace, walk
 from kvoffload.backends.header import OTHER_VERSION, Header, counted_as, parse_header
@@ -44,65 +44,32 @@ _SCRATCH_S = 600
 """Longer than any run of ``kvoffload doctor``: the process of an older folder died."""
 
 
-class ChunkFile(NamedTuple):
-    """One stored chunk."""
+class Chunk(NamedTuple):
+    """One stored chunk, in a file of its own or in a slot of a segment."""
 
     namespace: str
     """Name of its folder."""
     key: bytes
-    path: str
-    facts: os.stat_result
-
-    @property
-    def allocated_bytes(self) -> int:
-        return self.facts.st_blocks * 512
-
-    @property
-    def used_ns(self) -> int:
-        return self.facts.st_atime_ns
-
-    @property
-    def stored_ns(self) -> int:
-        return self.facts.st_mtime_ns
-
-
-class ChunkSlot(NamedTuple):
-    """One stored chunk in a slot of a segment."""
-
-    namespace: str
-    """Name of its folder."""
-    segment: Segment
-    slot: int
-    entry: Entry
-
-    @property
-    def key(self) -> bytes:
-        return self.entry.key
+    file: str
+    """Path of the file that has it."""
+    allocated_bytes: int
+    used_ns: int
+    stored_ns: int
+    inode: int = 0
+    """Of a file of its own."""
+    segment: Segment | None = None
+    """None: it has a file of its own."""
+    slot: int = 0
 
     @property
     def path(self) -> str:
-        """Return the segment's path and the number of the slot."""
-        return f"{self.segment.stem}{SLOTS}#{self.slot}"
+        """Return the path of its file; in a segment, with the number of the slot."""
+        return self.file if self.segment is None else f"{self.file}#{self.slot}"
 
-    @property
-    def allocated_bytes(self) -> int:
-        return self.segment.slot_bytes
-
-    @property
-    def used_ns(self) -> int:
-        return self.entry.used_ns
-
-    @property
-    def stored_ns(self) -> int:
-        return self.entry.stored_ns
-
-    def is_there(self) -> bool:
-        """Return whether the slot still has this very chunk; raises OSError."""
-        now = self.segment.chunk(self.slot)
-        return now is not None and now[1:] == self.entry[1:]
-
-
-Chunk = ChunkFile | ChunkSlot
+    def is_in(self, segment: Segment) -> bool:
+        """Return whether its slot still has this very chunk; raises OSError."""
+        now = segment.chunk(self.slot)
+        return now is not None and (now.stored_ns, now.key) == (self.stored_ns, self.key)
 
 
 class Waste(NamedTuple):
@@ -146,10 +113,13 @@ class DiskInspector:
         for folder in self.namespaces() if namespace is None else [namespace]:
             for shard in walk(self.vfs, f"{self.root}/{folder}", partial(self._unlisted, folder)):
                 for key, facts in shard.chunks:
-                    yield ChunkFile(folder, key, f"{shard.path}/{key.hex()}", facts)
+                    path, size = f"{shard.path}/{key.hex()}", facts.st_blocks * 512
+                    used_ns, stored_ns = facts.st_atime_ns, facts.st_mtime_ns
+                    yield Chunk(folder, key, path, size, used_ns, stored_ns, facts.st_ino)
             for segment in segments_in(self._files, f"{self.root}/{folder}", self._unreadable):
-                for slot, entry in segment.chunks():
-                    yield ChunkSlot(folder, segment, slot, entry)
+                path, size = segment.stem + SLOTS, segment.slot_bytes
+                for slot, (used_ns, stored_ns, key) in segment.chunks():
+                    yield Chunk(folder, key, path, size, used_ns, stored_ns, 0, segment, slot)
 
     def _unreadable(self, path: str, error: OSError | ValueError) -> None:
         if isinstance(error, OSError):
@@ -227,16 +197,13 @@ class DiskInspector:
         try:
             with self._opened(chunk) as (fd, slot):
                 reason, read = check(self.vfs, fd, key, namespace, buffer, cipher, slot)
-                if isinstance(chunk, ChunkSlot):
-                    is_there = chunk.is_there()
-                else:
-                    is_there = is_at(self.vfs, fd, chunk.path)
-                if not is_there:  # another one may have its place by now
-                    return "missing", read
+                segment = chunk.segment
+                if not (chunk.is_in(segment) if segment else is_at(self.vfs, fd, chunk.file)):
+                    return "missing", read  # another one may have its place by now
         except OSError as error:
-            self._refuse_foreign(chunk.path, error)
+            self._refuse_foreign(chunk.file, error)
             return reason_of(error), 0
-        is_misplaced = slot is None and chunk.path.split("/")[-2] != shard_of(key)
+        is_misplaced = slot is None and chunk.file.split("/")[-2] != shard_of(key)
         return ("corrupt_key" if reason is None and is_misplaced else reason), read
 
     def header(self, chunk: Chunk) -> Header | str:
@@ -246,21 +213,21 @@ class DiskInspector:
             with self._opened(chunk) as (fd, slot):
                 return parse_header(page[: self.vfs.preadv(fd, [page], slot.start if slot else 0)])
         except OSError as error:
-            self._refuse_foreign(chunk.path, error)
+            self._refuse_foreign(chunk.file, error)
             return reason_of(error)
 
     @contextlib.contextmanager
     def _opened(self, chunk: Chunk) -> Iterator[tuple[int, range | None]]:
         """Open the file of a chunk, and tell in which part of it the chunk is; raises OSError."""
-        if isinstance(chunk, ChunkSlot):
+        if chunk.segment is not None:
             file, size = chunk.segment.slots(direct=False, to_read=True), chunk.allocated_bytes
             yield file.fd, range(chunk.slot * size, (chunk.slot + 1) * size)
             return
         try:
-            fd = self.vfs.open(chunk.path, os.O_RDONLY | getattr(os, "O_NOATIME", 0))
+            fd = self.vfs.open(chunk.file, os.O_RDONLY | getattr(os, "O_NOATIME", 0))
         except PermissionError:
             # Only the owner may read without a change of the access time.
-            fd = self.vfs.open(chunk.path, os.O_RDONLY)
+            fd = self.vfs.open(chunk.file, os.O_RDONLY)
         try:
             yield fd, None
         finally:
@@ -275,18 +242,18 @@ class DiskInspector:
 
     def remove(self, chunk: Chunk) -> int:
         """Remove a chunk unless it was replaced."""
-        if isinstance(chunk, ChunkSlot):
-            if not chunk.is_there() or chunk.segment.claim(chunk.slot, chunk.key) is None:
+        if (segment := chunk.segment) is not None:
+            if not chunk.is_in(segment) or segment.claim(chunk.slot, chunk.key) is None:
                 return 0
-            chunk.segment.free_blocks(chunk.slot)
-            chunk.segment.set_entry(chunk.slot, FREE)
+            segment.free_blocks(chunk.slot)
+            segment.set_entry(chunk.slot, FREE)
             self._release(chunk.allocated_bytes)
             return chunk.allocated_bytes
         try:
-            is_same = self.vfs.lstat(chunk.path).st_ino == chunk.facts.st_ino
+            is_same = self.vfs.lstat(chunk.file).st_ino == chunk.inode
         except FileNotFoundError:
             return 0
-        return self.unlink(chunk.path, chunk.allocated_bytes) if is_same else 0
+        return self.unlink(chunk.file, chunk.allocated_bytes) if is_same else 0
 
     def unlink(self, path: str, allocated_bytes: int) -> int:
         try:

@@ -9,7 +9,7 @@ import secrets
 from collections.abc import Iterator
 
 from kvoffload.backends.disk.descriptors import Descriptors
-from kvoffload.backends.disk.inspector import Chunk, ChunkFile, DiskInspector, Waste
+from kvoffload.backends.disk.inspector import Chunk, DiskInspector, Waste
 from kvoffload.backends.disk.limits import Limits
 from kvoffload.backends.disk.manifest import name_in
 from kvoffload.backends.disk.paths import MANIFEST, SCRATCH, SHARDS, is_namespace
@@ -27,16 +27,6 @@ from kvoffload.backends.seals import Seal
 from kvoffload.errors import ConfigError
 
 _IN_ROOT = {STORE, LEASE, HOSTS, "lost+found", ".snapshot"}
-
-
-class FolderChunk(ChunkFile):
-    """One stored chunk; its file's time tells of the last use, to the hour."""
-
-    __slots__ = ()
-
-    @property
-    def used_ns(self) -> int:
-        return self.facts.st_mtime_ns
 
 
 class FolderInspector(DiskInspector):
@@ -76,9 +66,10 @@ class FolderInspector(DiskInspector):
 
     # ---- what is there ---------------------------------------------------------------------
 
-    def chunks(self, namespace: str | None = None) -> Iterator[ChunkFile]:
+    def chunks(self, namespace: str | None = None) -> Iterator[Chunk]:
         for chunk in super().chunks(namespace):
-            yield FolderChunk(*chunk)
+            # Its file's time tells of the last use, to the hour.
+            yield chunk._replace(used_ns=chunk.stored_ns)
 
     def quarantined(self) -> list[Waste]:
         """Return no files: damaged ones are removed at once."""
