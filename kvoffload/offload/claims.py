@@ -183,14 +183,6 @@ class Claims:
 
     # ---- claims ----
 
-    def num_leading_here(self, keys: Sequence[OffloadKey]) -> int:
-        """Count the leading chunks that host memory has."""
-        host = self._host
-        here = _leading(host.evictable, keys)
-        while host.pinned and here < len(keys) and host.is_ready(keys[here]):
-            here += 1
-        return here
-
     def extend(self, request: QueuedRequest, most: int) -> int:
         """Claim further leading chunks that host memory has; return how many were looked at."""
         host, left = self._host, most

@@ -176,7 +176,7 @@ class EarlyReads:
             self._stored_on(request.context),
         )
         self._kept_bytes[tier.name] += num_bytes
-        self._promises.reads_early(tier.name, num_bytes)
+        self._promises.keeps_early(tier.name, num_bytes)
         self._jobs.begin(job)
 
     def ended(
@@ -194,10 +194,10 @@ class EarlyReads:
         self._queue.has_read(job.request, arrived)
         late_bytes = 0 if settled else self._host.bytes_of_all(job.failed(ok))
         self._kept_bytes[job.tier] -= job.num_bytes - late_bytes
-        self._promises.has_read_early(job.tier, job.num_bytes, late_bytes, any(ok))
+        self._promises.keeps_early(job.tier, -job.num_bytes, late_bytes, any(ok))
         job.num_bytes = late_bytes
 
     def released(self, job: EarlyRead) -> None:
         """Take in that nothing writes to the slots of an answered read any more."""
         self._kept_bytes[job.tier] -= job.num_bytes
-        self._promises.released_early(job.tier, job.num_bytes)
+        self._promises.keeps_early(job.tier, 0, -job.num_bytes)

@@ -9,10 +9,12 @@ import logging
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Mapping
-from math import inf, isfinite
-from typing import Any, Literal
+from math import inf
+from sys import float_info
+from typing import Annotated, Any, Literal
 
 import msgspec
+from msgspec import Meta
 
 from kvoffload.config import HARMLESS_HINTS
 from kvoffload.offload.base import ReqContext
@@ -35,17 +37,17 @@ class Hints(msgspec.Struct, frozen=True):
 
     offload: bool = True
     """False: none of its chunks are stored."""
-    tiers: tuple[str, ...] | None = None
+    tiers: Annotated[tuple[str, ...], Meta(max_length=MAX_NAMES)] | None = None
     """Only these tiers are read and written below host memory; None for all, () for none."""
-    max_load_tokens: int | None = None
+    max_load_tokens: Annotated[int, Meta(ge=0)] | None = None
     """Tokens to load at most; the connector obeys it."""
     priority: int = 0
     """Of the chunks it stores: those below 0 leave host memory first, those above 0 last."""
     explain: bool = False
     """True: say with its output where each chunk of its prompt was found, or why it was not."""
-    session: str | None = None
+    session: Annotated[str, Meta(max_length=MAX_SESSION_CHARS)] | None = None
     """The session of the request, which has one claim at a time; see ``returns_in_s``."""
-    returns_in_s: float | None = None
+    returns_in_s: Annotated[float, Meta(ge=0, le=float_info.max)] | None = None
     """How many seconds after this request's end its session needs these chunks again."""
     returns: Literal["soon", "minutes", "hours", "never"] | None = None
     """The same as a class; ``returns_in_s`` goes before it."""
@@ -128,31 +130,16 @@ class HintReader:
             elif name not in self._allowed:
                 self._counters["hints_not_allowed"] += 1
                 self._warn(name, "not among the hints that client_hints allows")
-            elif isinstance(value, (list, tuple)) and len(value) > MAX_NAMES:
-                self._ignore(name, f"has more than {MAX_NAMES} items")
             else:
-                self._convert(name, value, good)
+                try:
+                    good[name] = msgspec.convert(value, _FIELDS[name].type, strict=True)
+                except msgspec.ValidationError as error:
+                    self._ignore(name, str(error))
         if good.get("tiers"):
             if not tier_names.issuperset(good["tiers"]):
                 self._ignore("tiers", f"known are {sorted(tier_names)}")
             good["tiers"] = tuple(name for name in good["tiers"] if name in tier_names)
-        if (good.get("max_load_tokens") or 0) < 0:
-            del good["max_load_tokens"]
-            self._ignore("max_load_tokens", "must not be negative")
-        in_s = good.get("returns_in_s")
-        if in_s is not None and not (isfinite(in_s) and in_s >= 0):
-            del good["returns_in_s"]
-            self._ignore("returns_in_s", "must be a finite number, 0 or more")
-        if len(good.get("session") or "") > MAX_SESSION_CHARS:
-            del good["session"]
-            self._ignore("session", f"has more than {MAX_SESSION_CHARS} characters")
         return Hints(**good)
-
-    def _convert(self, name: str, value: object, good: dict[str, Any]) -> None:
-        try:
-            good[name] = msgspec.convert(value, _FIELDS[name].type, strict=True)
-        except msgspec.ValidationError as error:
-            self._ignore(name, str(error))
 
     def _ignore(self, name: object, why: str) -> Hints:
         self._counters["hints_ignored"] += 1

@@ -14,6 +14,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain, filterfalse, repeat
+from operator import indexOf
 from typing import Any, cast
 
 from kvoffload.messages import OffloadKey
@@ -90,6 +91,14 @@ class HostCache:
     def is_ready(self, key: OffloadKey) -> bool:
         """Whether a chunk can be loaded from host memory."""
         return key in self.evictable or key in self.pinned
+
+    def num_leading(self, keys: Sequence[OffloadKey]) -> int:
+        """Count the leading chunks that can be loaded from host memory."""
+        idle = map(self.evictable.__contains__, keys)
+        here = indexOf(chain(idle, (False,)), False)
+        while self.pinned and here < len(keys) and self.is_ready(keys[here]):
+            here += 1
+        return here
 
     @property
     def num_ready(self) -> int:

@@ -2,8 +2,6 @@
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from itertools import chain
-from operator import indexOf
 
 from kvoffload.messages import OffloadKey
 from kvoffload.metrics.names import HOST
@@ -80,7 +78,7 @@ class Lookups:
         if not self._caching and keys and self._waits_for_slot(keys[0], tiers):
             self._found["", "pending"] += 1
             return 0, True
-        hits = self._ready_prefix(keys)
+        hits = self._host.num_leading(keys)
         self._found[_HOST_HIT] += hits
         if hits == len(keys):
             return hits, False
@@ -97,14 +95,6 @@ class Lookups:
         if host.room_for(key) or host.moving(key):
             return False
         return first_holder(key, tiers)[0] is not None
-
-    def _ready_prefix(self, keys: Sequence[OffloadKey]) -> int:
-        host = self._host
-        ready = map(host.evictable.__contains__, keys)
-        hits = indexOf(chain(ready, (False,)), False)
-        while host.pinned and hits < len(keys) and host.is_ready(keys[hits]):
-            hits += 1
-        return hits
 
     def _find_below(
         self, keys: Sequence[OffloadKey], start: int, tiers: tuple[Tier, ...]

@@ -138,7 +138,7 @@ class _Full(Presence):
         return False if self._presence.holds(key) is False else None
 
     def forget(self, keys: Sequence[bytes]) -> None:
-        self._presence.forget(keys)
+        """Forget nothing: no load begins from such a tier."""
 
 
 class Promises:
@@ -263,21 +263,22 @@ class Promises:
         """Return how long reading so many bytes takes by the last loads; None if unknown."""
         return loads.times.seconds(num_bytes) if (loads := self._loads.get(tier)) else None
 
-    def reads_early(self, tier: str, num_bytes: int) -> None:
-        """Note that a read for a queued request has begun."""
-        self._loads[tier].flying_bytes += num_bytes
+    def keeps_early(
+        self, tier: str, flying_bytes: int, late_bytes: int = 0, has_arrived: bool = False
+    ) -> None:
+        """Note that reads for queued requests keep more memory now, or less.
 
-    def has_read_early(self, tier: str, num_bytes: int, late_bytes: int, has_arrived: bool) -> None:
-        """Note that such a read has ended, but may still write to some of its memory."""
+        Args:
+            tier: from which they read.
+            flying_bytes: by how much more reads in flight keep.
+            late_bytes: the same of answered reads, which may still write to it.
+            has_arrived: whether a read has brought something.
+        """
         loads = self._loads[tier]
-        loads.flying_bytes -= num_bytes
+        loads.flying_bytes += flying_bytes
         loads.late_bytes += late_bytes
         if has_arrived:
             loads.answered_s = self._clock()
-
-    def released_early(self, tier: str, late_bytes: int) -> None:
-        """Note that nothing writes to the memory of an answered read any more."""
-        self._loads[tier].late_bytes -= late_bytes
 
     # ---- decisions ----
 

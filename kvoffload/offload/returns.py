@@ -30,10 +30,8 @@ class Returns:
         self._coming = coming
         self.are_told = False
         """Whether a request has said when its session returns, so far."""
-        # Request → its leading chunks that other requests had left when it came.
-        self._found: OrderedDict[str, int] = OrderedDict()
-        self._came: OrderedDict[str, list[OffloadKey]] = OrderedDict()
-        """Request → what its session had told, of requests that returned."""
+        self._begun: OrderedDict[str, tuple[list[OffloadKey], int]] = OrderedDict()
+        """Request → what its session had told, and how many leading chunks others had left it."""
         self.is_telling = False
         """Whether there are stores to tell."""
         self.to_tell: deque[ToldReturn] = deque()
@@ -45,34 +43,31 @@ class Returns:
         if not keys or not (self.are_told or hints.returns_s is not None):
             return
         self.are_told = True
-        if came := self._coming.began(_name(hints, keys), keys):
-            self._came[req_id] = came
-            if len(self._came) > REMEMBERED_REQUESTS:
-                self._came.popitem(last=False)
-        if hints.returns_s is None:
-            return
-        claims = self._host.returns
-        if claims.has_claim(_name(hints, keys)) or any(map(claims.has_claim, keys)):
-            return  # what it finds is its own
-        found = next((i for i, key in enumerate(keys) if not self._host.is_ready(key)), len(keys))
-        self._found[req_id] = found
-        if len(self._found) > REMEMBERED_REQUESTS:
-            self._found.popitem(last=False)
+        came, found = self._coming.began(_name(hints, keys), keys), 0
+        if hints.returns_s is not None:
+            claims = self._host.returns
+            # Or what it finds is its own.
+            if not (claims.has_claim(_name(hints, keys)) or any(map(claims.has_claim, keys))):
+                found = self._host.num_leading(keys)
+        if came or found:
+            self._begun[req_id] = came, found
+            if len(self._begun) > REMEMBERED_REQUESTS:
+                self._begun.popitem(last=False)
 
     def told(self, keys: Sequence[OffloadKey], hints: Hints, req_id: str) -> set[OffloadKey]:
         """Return the chunks that a request's session had told to be needed about now."""
         if not keys or not self.are_told:
             return set()
         awaited = self._coming.told(_name(hints, keys), keys)
-        return {*self._came.get(req_id, ()), *(key for told in awaited.values() for key in told)}
+        came, _ = self._begun.get(req_id, ((), 0))
+        return {*came, *(key for told in awaited.values() for key in told)}
 
     def ended(self, keys: Sequence[OffloadKey], hints: Hints, req_id: str, tenant: bytes) -> None:
         """Let the request's chunks be ordered by what it says of its session's return.
 
         The session will queue as a request of the tenant.
         """
-        found = self._found.pop(req_id, 0)
-        self._came.pop(req_id, None)
+        _, found = self._begun.pop(req_id, ((), 0))
         if not keys or not (self.are_told or hints.returns_s is not None):
             return
         self.are_told = True
@@ -86,12 +81,10 @@ class Returns:
         if self.is_telling:
             self.to_tell.append(told)
             self._num_to_tell += len(keys)
-            while len(self.to_tell) > 1 and self._has_too_many:
+            while len(self.to_tell) > MOST_UNTOLD or (
+                self._num_to_tell > MOST_UNTOLD_CHUNKS and len(self.to_tell) > 1
+            ):
                 self._num_to_tell -= len(self.to_tell.popleft().keys)
-
-    @property
-    def _has_too_many(self) -> bool:
-        return len(self.to_tell) > MOST_UNTOLD or self._num_to_tell > MOST_UNTOLD_CHUNKS
 
     def take_told(self) -> list[ToldReturn]:
         """Return :attr:`to_tell`, and empty it."""

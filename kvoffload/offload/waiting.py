@@ -116,7 +116,7 @@ class WaitingQueue:
             del self._newcomers[request]
             request.keys = request.list_keys()
             request.num_keys = len(request.keys)
-            request.num_here = self.claims.num_leading_here(request.keys)
+            request.num_here = self._host.num_leading(request.keys)
             self._look_at(request)
             self.needed.add(request.number, request.keys)
             left -= request.num_keys
