@@ -46,15 +46,6 @@ class Stage:
     """After it, neither a copy nor a kernel uses the memory."""
 
 
-@dataclass(eq=False)
-class Table:
-    """A table of blocks that are gathered or scattered."""
-
-    blocks: BlockTable
-    used: CudaEvent | None = None
-    """After it, no kernel reads the table."""
-
-
 class Staging:
     """The staging memory of one direction.
 
@@ -64,11 +55,11 @@ class Staging:
 
     def __init__(self, device: CudaDevice, plan: CopyPlan) -> None:
         self.stages: deque[Stage] = deque()
-        self.tables: deque[Table] = deque()
+        self.tables: deque[BlockTable] = deque()
         """The leftmost of either was used longest ago."""
         if plan.table_blocks:
             self.stages.extend(Stage(device.new_stage(plan.stage_bytes)) for _ in range(STAGES))
-            self.tables.extend(map(Table, device.new_tables(TABLES, plan.table_blocks)))
+            self.tables.extend(device.new_tables(TABLES, plan.table_blocks))
 
 
 class Direction:

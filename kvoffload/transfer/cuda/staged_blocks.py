@@ -11,6 +11,8 @@ from kvoffload.transfer.layout import Numbers, Region
 if TYPE_CHECKING:
     import torch
 
+    from kvoffload.transfer.cuda.torch_device import CudaEvent
+
 
 @dataclass(frozen=True, eq=False)
 class Part:
@@ -35,6 +37,8 @@ class BlockTable:
         self.host = host
         self.device = device
         self.count = 0
+        self.used: CudaEvent | None = None
+        """After it, no kernel reads the table."""
 
     def fill(self, rows: Sequence[Numbers]) -> None:
         """Write the three rows, packed: one upload moves them."""

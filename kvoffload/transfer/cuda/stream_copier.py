@@ -33,11 +33,10 @@ from kvoffload.transfer.cuda.direction import (
     Direction,
     Stage,
     Staging,
-    Table,
 )
 from kvoffload.transfer.cuda.fences import EngineFence, StreamFence, Timing
 from kvoffload.transfer.cuda.pinning import Pinning
-from kvoffload.transfer.cuda.staged_blocks import Part
+from kvoffload.transfer.cuda.staged_blocks import BlockTable, Part
 from kvoffload.transfer.cuda.torch_device import CudaDevice, CudaEvent, CudaStream
 from kvoffload.transfer.layout import ChunkLayout, Moves, check_within
 from kvoffload.transfer.slab import Slab
@@ -237,10 +236,10 @@ class Launcher:
         way.stages.rotate(-1)
         way.tables.rotate(-1)
         copies = self._plan.stage_copies(part, moves, stage.memory.data_ptr())
-        table.blocks.fill(blocks_of(moves))
+        table.fill(blocks_of(moves))
         self._use(job, way.kernels)
         try:
-            self._device.upload(way.kernels, table.blocks)
+            self._device.upload(way.kernels, table)
             (self._gather if job.to_host else self._scatter)(job, part, stage, table, copies)
         except BaseException:
             _await(way.streams)  # what was enqueued uses the two
@@ -248,19 +247,19 @@ class Launcher:
             raise
 
     def _gather(
-        self, job: StreamJob, part: Part, stage: Stage, table: Table, copies: Copies
+        self, job: StreamJob, part: Part, stage: Stage, table: BlockTable, copies: Copies
     ) -> None:
         way = self._ways[True]
         self.fence_engine(job, way.kernels)
         self.fence_stage(stage, way.kernels)
-        self._device.move(way.kernels, part, table.blocks, stage.memory, to_stage=True)
+        self._device.move(way.kernels, part, table, stage.memory, to_stage=True)
         table.used = gathered = way.kernels.record_event()
         begun, _ = self._copy(job, copies, lambda stream: self.fence_gathered(gathered, stream))
         job.timing = job.timing.begun_at(begun)
         stage.used = way.last
 
     def _scatter(
-        self, job: StreamJob, part: Part, stage: Stage, table: Table, copies: Copies
+        self, job: StreamJob, part: Part, stage: Stage, table: BlockTable, copies: Copies
     ) -> None:
         way = self._ways[False]
         # The copy writes only the stage: it need not wait for the engine.
@@ -273,7 +272,7 @@ class Launcher:
         self.fence_engine(job, way.kernels)
         begun = job.timing.begun or way.kernels.record_event(timed=True)
         job.timing = Timing(begun, early)
-        self._device.move(way.kernels, part, table.blocks, stage.memory, to_stage=False)
+        self._device.move(way.kernels, part, table, stage.memory, to_stage=False)
         stage.used = table.used = way.kernels.record_event()
 
     def _copy(
@@ -328,7 +327,7 @@ class Launcher:
         if way.last is not None:
             way.kernels.wait_event(way.last)
 
-    def fence_table(self, table: Table) -> bool:
+    def fence_table(self, table: BlockTable) -> bool:
         """Whether no kernel reads the table, which is written next.
 
         The kernels would otherwise move the blocks of the next portion.
