@@ -175,9 +175,8 @@ class ChunkJobs:
 
     def _views(self, order: Load | Store, part: Sequence[int]) -> list[memoryview]:
         views = []
-        for i in part:
+        for i, size in zip(part, order.sizes_of(part), strict=True):
             start = order.slots[i] * self.slot_bytes
-            size = order.sizes if isinstance(order.sizes, int) else order.sizes[i]
             is_slot = start >= 0 and size >= 0  # or it would count from the end of the memory
             views.append(self._memory[start : start + size] if is_slot else self._memory[:0])
             if isinstance(order, Store) and len(views[-1]) != size:  # a slice is only shorter

@@ -55,7 +55,7 @@ class Loans:
         for start in range(0, len(ok), AT_ONCE):
             left = [i for i in range(start, min(start + AT_ONCE, len(ok))) if not ok[i]]
             if left := self.lend_verified(order, store, ok, left):
-                await store.verify([order.keys[i] for i in left], _sizes(order, left))
+                await store.verify([order.keys[i] for i in left], order.sizes_of(left))
                 self.lend_verified(order, store, ok, left)
             await asyncio.sleep(0)
 
@@ -64,7 +64,7 @@ class Loans:
     ) -> list[int]:
         """Lend those of these chunks that are verified; return the places of the rest."""
         keys = order.keys
-        starts, end = store.lend([keys[i] for i in places], _sizes(order, places))
+        starts, end = store.lend([keys[i] for i in places], order.sizes_of(places))
         lent = {i: start for i, start in zip(places, starts, strict=True) if start >= 0}
         if lent:
             number = next(self._numbers)
@@ -83,8 +83,3 @@ class Loans:
         """End all loans: the engine reads nothing any more."""
         for number in list(self._ends):
             self.release(number)
-
-
-def _sizes(order: Load, places: Sequence[int]) -> list[int]:
-    sizes = order.sizes
-    return [sizes] * len(places) if isinstance(sizes, int) else [sizes[i] for i in places]

@@ -98,10 +98,9 @@ class Open(_Message):
         self.forgotten.pop(tier, None)
 
 
-class Load(_Message):
-    """Read chunks into slots; ``Arrived`` or ``Lent`` tells of each, ``Answered`` ends it."""
-
+class _Order(_Message):
     job: int
+    """Its number; 0 until the client begins it."""
     tier: str
     keys: list[bytes]
     slots: list[int]
@@ -109,20 +108,22 @@ class Load(_Message):
     """Bytes of each chunk; one number if all are equal."""
     tenants: _Tenants = []
     """Whose each chunk is; empty where tenants are not told apart."""
+
+    def sizes_of(self, places: Sequence[int]) -> list[int]:
+        """Return the bytes of the chunks at these places."""
+        sizes = self.sizes
+        return [sizes] * len(places) if isinstance(sizes, int) else [sizes[i] for i in places]
+
+
+class Load(_Order):
+    """Read chunks into slots; ``Arrived`` or ``Lent`` tells of each, ``Answered`` ends it."""
+
     may_lend: bool = False
     """Whether chunks may stay where they are in the server's memory."""
 
 
-class Store(_Message):
+class Store(_Order):
     """Write chunks from slots; ``Answered`` ends it."""
-
-    job: int
-    tier: str
-    keys: list[bytes]
-    slots: list[int]
-    sizes: int | list[int]
-    tenants: _Tenants = []
-    """As of :class:`Load`."""
 
 
 class Cancel(_Message):
