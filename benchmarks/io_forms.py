@@ -22,7 +22,7 @@ from benchmarks.harness import Row, best_of, report, row
 from kvoffload.io import remote_tier
 from kvoffload.io.client import IOClient
 from kvoffload.io.forms import ServerProcess, ServerThread
-from kvoffload.io.protocol import VERSION, Open, TierSettings
+from kvoffload.io.protocol import VERSION, Load, Open, Store, TierSettings
 from kvoffload.testing.backends import keys_of
 from kvoffload.transfer.shared_memory import create_shared_memory
 from kvoffload.transfer.slab import Slab
@@ -82,7 +82,7 @@ class Forms:
 
     def store(self, client: IOClient) -> None:
         moved = Moved()
-        client.store("t", self.keys, range(self.count), self.size, moved)
+        client.begin(Store(0, "t", self.keys, [*range(self.count)], self.size), moved)
         moved.wait()
 
     def remove(self, client: IOClient) -> None:
@@ -101,12 +101,12 @@ class Forms:
 
     def load(self, client: IOClient) -> None:
         moved = Moved()
-        client.load("t", self.keys, range(self.count), self.size, moved)
+        client.begin(Load(0, "t", self.keys, [*range(self.count)], self.size), moved)
         moved.wait()
 
     def first_byte_s(self, client: IOClient, i: int) -> float:
         moved, begun_s = Moved(), time.perf_counter()
-        client.load("t", self.keys[i : i + 1], [i], self.size, moved)
+        client.begin(Load(0, "t", self.keys[i : i + 1], [i], self.size), moved)
         moved.wait()
         return moved.first_s - begun_s
 

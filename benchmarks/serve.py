@@ -41,6 +41,7 @@ from kvoffload.io.protocol import (
     Passed,
     PresenceChanges,
     Release,
+    Store,
     TierSettings,
     frame,
 )
@@ -116,8 +117,9 @@ class Engine:
     def move(self, verb: str) -> float:
         """Load or store all chunks in one job; return the seconds that it takes."""
         moved, begun_s = Moved(), time.perf_counter()
-        call = self.client.load if verb == "load" else self.client.store
-        call(self.tier, self.keys, range(self.count), SIZE, moved)
+        kind = Load if verb == "load" else Store
+        order = kind(0, self.tier, self.keys, list(range(self.count)), SIZE)
+        self.client.begin(order, moved)
         moved.wait()
         return time.perf_counter() - begun_s
 

@@ -159,48 +159,37 @@ class IOClient:
 
     # ---- on any thread ----
 
-    def load(
-        self,
-        tier: str,
-        keys: Sequence[bytes],
-        slots: Sequence[int],
-        sizes: int | list[int],
-        listener: Listener,
-        tenants: Sequence[bytes] = (),
-        *,
-        may_borrow: bool = False,
-    ) -> None:
-        """Begin reading chunks into slots; never waits.
+    def begin(self, order: Load | Store, listener: Listener) -> None:
+        """Begin to read chunks into slots, or to write them from there; never waits.
 
-        A listener that may borrow is lent chunks that are in a server's memory: their slots stay as
-        they are.
+        The listener of a load that may lend is lent chunks that are in a server's memory: their
+        slots stay as they are.
+
+        Args:
+            order: its number is given here.
+            listener: is told of the chunks, and of the end.
 
         Raises:
             KeyError: there is no such tier.
         """
-        may_lend, name = may_borrow and self._memory is not None, self.tiers[tier].name
-        number, told = next(self._numbers), list(tenants)
-        order = Load(number, name, list(keys), list(slots), sizes, told, may_lend)
-        self._begin(order, listener, self._load_timeout_s)
-
-    def store(
-        self,
-        tier: str,
-        keys: Sequence[bytes],
-        slots: Sequence[int],
-        sizes: int | list[int],
-        listener: Listener,
-        tenants: Sequence[bytes] = (),
-    ) -> None:
-        """Begin writing chunks from slots; never waits.
-
-        Raises:
-            KeyError: there is no such tier.
-        """
-        if self.tiers[tier].unsent:  # forgotten after the store, a key would be lost
-            self._send_forgotten(self.tiers[tier])
-        order = Store(next(self._numbers), tier, list(keys), list(slots), sizes, list(tenants))
-        self._begin(order, listener, self._store_timeout_s)
+        tier, timeout_s = self.tiers[order.tier], self._store_timeout_s
+        order.job = next(self._numbers)
+        if isinstance(order, Load):
+            timeout_s = self._load_timeout_s
+            order.may_lend = order.may_lend and self._memory is not None
+        elif tier.unsent:  # forgotten after the store, a key would be lost
+            self._send_forgotten(tier)
+        data, link, now_s = frame(order), self._link, time.monotonic()
+        with link.lock:  # a server that dies either takes this job with it, or is known to be dead
+            if is_up := link.is_up:
+                due_s = now_s + timeout_s
+                job = IOJob(order, listener, timeout_s, now_s, due_s)
+                self._jobs.unanswered[order.job] = job
+            link.push(data)
+        if is_up and timeout_s < PATIENT_S:
+            link.wake()
+        if not is_up:
+            listener.ended(bytes(len(order.keys)), "io_died", True, 0.0)
 
     def borrow(self) -> None:
         """Ask this server and each later one for its memory, for loads that may borrow."""
@@ -245,19 +234,6 @@ class IOClient:
         with self._link.lock:  # no other thread has taken keys that it has yet to send
             if keys := tier.take_forgotten():
                 self._link.push(frame(Forget(tier.name, keys)))
-
-    def _begin(self, order: Load | Store, listener: Listener, timeout_s: float) -> None:
-        data, link, now_s = frame(order), self._link, time.monotonic()
-        with link.lock:  # a server that dies either takes this job with it, or is known to be dead
-            if is_up := link.is_up:
-                due_s = now_s + timeout_s
-                job = IOJob(order, listener, timeout_s, now_s, due_s)
-                self._jobs.unanswered[order.job] = job
-            link.push(data)
-        if is_up and timeout_s < PATIENT_S:
-            link.wake()
-        if not is_up:
-            listener.ended(bytes(len(order.keys)), "io_died", True, 0.0)
 
     def samples(self) -> Iterator[Sample]:
         """Yield what the server and its stores measure, on any thread."""

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 from kvoffload.io.client import IOClient
 from kvoffload.io.deadlines import Listener
+from kvoffload.io.protocol import Load, Store
 from kvoffload.messages import (
     BackendLoadStoreSpec,
     CPULoadStoreSpec,
@@ -278,6 +279,7 @@ class TransferEngine(OffloadingHandler):
         job.parts_left, job.io_done = 1, threading.Event()
         if self._io is None:
             raise ValueError("there are no tiers")
-        begin = self._io.load if reads else self._io.store
-        begin(chunks.tier, chunks.keys, slots, sizes, job, chunks.tenants)
+        kind = Load if reads else Store
+        order = kind(0, chunks.tier, list(chunks.keys), slots, sizes, list(chunks.tenants))
+        self._io.begin(order, job)
         return job

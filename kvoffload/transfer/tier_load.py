@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from kvoffload.io.client import IOClient
 from kvoffload.io.deadlines import Listener
 from kvoffload.io.lent_memory import Loan
+from kvoffload.io.protocol import Load
 from kvoffload.messages import Fetch, OffloadKey
 from kvoffload.transfer.base import Copier, CopyFence, Fence
 from kvoffload.transfer.layout import ChunkLayout, Moves
@@ -107,8 +108,9 @@ class _Part(Listener):
         """Begin the read."""
         try:
             sizes = self._load.layout.sizes(self._keys)
-            chunks = self._keys, self.slots, sizes, self, self._tenants
-            self._load.io.load(self._tier, *chunks, may_borrow=self._load.may_borrow)
+            order = Load(0, self._tier, [*self._keys], [*self.slots], sizes, [*self._tenants])
+            order.may_lend = self._load.may_borrow
+            self._load.io.begin(order, self)
         except Exception:
             log.exception("a read of %d chunks could not begin", len(self._keys))
             self.ended(bytes(len(self._keys)), "refused_transfer", True, 0.0)

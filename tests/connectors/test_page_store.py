@@ -14,6 +14,7 @@ from kvoffload.config import parse_config
 from kvoffload.connectors.sglang import page_store
 from kvoffload.connectors.sglang.page_store import PageStore
 from kvoffload.errors import ConfigError
+from kvoffload.io.protocol import Load
 from kvoffload.metrics.names import METRICS
 from kvoffload.metrics.samples import BUCKETS_S
 from kvoffload.testing import Plan
@@ -91,13 +92,13 @@ def test_a_store_job_takes_a_bounded_number_of_bytes(pool, opened, tmp_path, mon
     for most, sizes in ((3 * 4096 + 1, [3, 3, 3, 1]), (1, [1] * 10)):
         monkeypatch.setattr(page_store, "MOST_STORE_BYTES", most)
         store = opened(disk(tmp_path / f"{most}"), io="thread", slots=32)
-        jobs, begin = [], store._client.store
+        jobs, begin = [], store._client.begin
 
-        def begun(tier, keys, slots, *rest, jobs=jobs, begin=begin):
-            jobs.append(len(slots))
-            return begin(tier, keys, slots, *rest)
+        def begun(order, job, jobs=jobs, begin=begin):
+            jobs.append(len(order.slots))
+            return begin(order, job)
 
-        monkeypatch.setattr(store._client, "store", begun)
+        monkeypatch.setattr(store._client, "begin", begun)
         assert store.save(keys(10), pool.pages(range(10))) == [True] * 10
         assert jobs == sizes
         assert store.load(keys(10), pool.pages(range(10))) == [True] * 10
@@ -107,18 +108,13 @@ def test_a_job_of_small_pages_has_as_many_as_its_bytes_allow(pool, opened, tmp_p
     def jobs_of(slots):
         root = tmp_path / f"{slots}"
         store = opened(disk(root), io="thread", slots=slots)
-        jobs = {"store": [], "load": []}
+        jobs, begin = {"store": [], "load": []}, store._client.begin
 
-        def counting(call):
-            begin = getattr(store._client, call)
+        def begun(order, job):
+            jobs["load" if isinstance(order, Load) else "store"].append(len(order.slots))
+            return begin(order, job)
 
-            def begun(tier, keys, slots, *rest):
-                jobs[call].append(len(slots))
-                return begin(tier, keys, slots, *rest)
-
-            return begun
-
-        store._client.store, store._client.load = counting("store"), counting("load")
+        store._client.begin = begun
         assert all(store.save(keys(40), pool.pages(range(40))))
         until(lambda: store.num_leading(keys(40)) == 40)
         assert all(store.load(keys(40), pool.pages(range(40))))

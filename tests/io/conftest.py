@@ -6,6 +6,7 @@ import pytest
 
 from kvoffload.io.client import IOClient
 from kvoffload.io.forms import ServerProcess, ServerThread
+from kvoffload.io.protocol import Load, Store
 from kvoffload.transfer.shared_memory import create_shared_memory
 from kvoffload.transfer.slab import Slab
 from tests.support.io_rig import opening
@@ -63,7 +64,9 @@ class Rig:
         for i, key in enumerate(keys):
             self.slab.slot(first + i, SLOT)[:] = (key * (SLOT // len(key) + 1))[:SLOT]
         listener = Listener()
-        client.store(tier, keys, range(first, first + len(keys)), SLOT, listener)
+        client.begin(
+            Store(0, tier, list(keys), list(range(first, first + len(keys))), SLOT), listener
+        )
         until(lambda: listener.answers)
         assert listener.answers == [([True] * len(keys), "", True)]
         until(lambda: all(client.tiers[tier].holds(key) for key in keys))
@@ -71,7 +74,9 @@ class Rig:
 
     def load(self, client, tier, keys, first=0):
         listener = Listener()
-        client.load(tier, keys, range(first, first + len(keys)), SLOT, listener)
+        client.begin(
+            Load(0, tier, list(keys), list(range(first, first + len(keys))), SLOT), listener
+        )
         return listener
 
     def has(self, key, slot):

@@ -6,6 +6,7 @@ import threading
 import pytest
 
 from kvoffload.errors import ConfigError
+from kvoffload.io.protocol import Store
 from kvoffload.testing.backends import keys_of
 from kvoffload.testing.faults import Plan
 from tests.support.disk_chunks import stored_in
@@ -96,7 +97,7 @@ def test_a_store_of_before_that_may_come_after_the_removal_is_said(
 ):
     client = opened()
     planned.set(process=Process("stubborn_write", 60.0))
-    client.store("planned", KEYS, range(4), 4096, listener)
+    client.begin(Store(0, "planned", KEYS, list(range(4)), 4096), listener)
     load = rig.load(client, "planned", KEYS)
     until(lambda: load.answers)  # so the store has begun
     with pytest.raises(OSError, match="planned: a call that began before hangs"):
@@ -127,7 +128,7 @@ def test_a_store_that_removes_nothing_is_said(rig, planned):
 def test_a_store_that_hangs_leaves_nothing_behind(rig, opened, planned, until, listener, tmp_path):
     client = opened()
     planned.set(Plan("delay", frozenset({"write"}), seconds=0.5))
-    client.store("planned", KEYS, range(4), 4096, listener)
+    client.begin(Store(0, "planned", KEYS, list(range(4)), 4096), listener)
     clear(client)
     until(lambda: listener.answers)
     assert listener.answers == [([False] * 4, "cancelled", True)]

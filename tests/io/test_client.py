@@ -8,6 +8,7 @@ import pytest
 
 from kvoffload.errors import ConfigError
 from kvoffload.io import chunk_jobs, deadlines, server
+from kvoffload.io.protocol import Load, Store
 from kvoffload.testing import Plan
 from kvoffload.testing.backends import keys_of
 from tests.support.planned_store import Process
@@ -49,11 +50,11 @@ def test_a_chunk_that_the_store_has_is_no_traffic(rig, until, tmp_path, kind):
 def test_sizes_of_chunks_may_differ(rig, until, listener):
     client = rig.open()
     rig.slab.rows[:] = 7
-    client.store("memory", KEYS[:2], [0, 1], [1000, 4096], listener)
+    client.begin(Store(0, "memory", KEYS[:2], [0, 1], [1000, 4096]), listener)
     until(lambda: listener.answers)
     rig.slab.rows[:] = 0
     again = type(listener)()
-    client.load("memory", KEYS[:2], [2, 3], [1000, 4096], again)
+    client.begin(Load(0, "memory", KEYS[:2], [2, 3], [1000, 4096]), again)
     until(lambda: again.answers)
     assert again.answers[0][0] == [True, True]
     assert (rig.slab.rows[2][:1000].all(), rig.slab.rows[2][1000:].any()) == (True, False)
@@ -68,7 +69,7 @@ def test_a_job_without_chunks_is_answered(rig, until):
 def test_an_unknown_tier_is_refused_at_once(rig, listener):
     client = rig.open()
     with pytest.raises(KeyError):
-        client.load("none", KEYS, range(20), 4096, listener)
+        client.begin(Load(0, "none", KEYS, list(range(20)), 4096), listener)
     assert not listener.answers
 
 
@@ -138,7 +139,7 @@ def test_thousands_of_chunks_are_listed_in_several_messages(rig, until, tmp_path
     stores = [type(listener)() for _ in range(50)]
     for i, store in enumerate(stores):
         part = keys[60 * i : 60 * i + 60]
-        first.store("disk", part, range(len(part)), 4096, store)
+        first.begin(Store(0, "disk", list(part), list(range(len(part))), 4096), store)
     until(lambda: all(store.answers for store in stores), 60)
     first.close()
     tier = rig.open(disk, lookup_timeout_s=30).tiers["disk"]
@@ -162,13 +163,13 @@ def test_a_chunk_is_there_when_its_store_is_answered(rig, until, planned, listen
     tier, seen = client.tiers["shy"], []
     until(lambda: tier.holds(KEYS[0]) is False)
     listener.ended = lambda *_: seen.append(tier.holds(KEYS[0]))
-    client.store("shy", KEYS[:1], [0], 4096, listener)
+    client.begin(Store(0, "shy", KEYS[:1], [0], 4096), listener)
     assert until(lambda: seen) == [True]
 
 
 def test_evictions_and_figures_are_known_when_the_store_is_answered(rig, until, listener):
     client = rig.open(("memory", "memory", {"capacity": 3 * 4096}))
-    client.store("memory", KEYS[:5], range(5), 4096, listener)
+    client.begin(Store(0, "memory", KEYS[:5], list(range(5)), 4096), listener)
     until(lambda: listener.answers)
     tier = client.tiers["memory"]
     assert [removal[:] for removal in tier.take_removals()] == [

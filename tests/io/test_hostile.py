@@ -179,7 +179,7 @@ def test_a_client_answers_a_job_once_whatever_the_server_says(until, lies, answe
             answers.append("released")
 
     client = IOClient(lambda: Liar(*lies), OPEN, 5.0, 5.0)
-    client.load("memory", KEYS, [0, 1, 2, 3], 4096, Listener())
+    client.begin(Load(0, "memory", KEYS, [0, 1, 2, 3], 4096), Listener())
     expected = [answer, "released"] if dies else [answer]
     until(lambda: len(answers) >= len(expected))
     until(lambda: not client._is_opening)

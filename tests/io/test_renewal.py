@@ -8,7 +8,7 @@ import pytest
 
 from kvoffload import registry
 from kvoffload.backends.memory import MemoryBackend, MemoryOptions
-from kvoffload.io.protocol import Opened, PresenceChanges, TierOpened
+from kvoffload.io.protocol import Load, Opened, PresenceChanges, Store, TierOpened
 from kvoffload.testing.backends import keys_of
 from kvoffload.transfer.slab import Slab
 from tests.support.io_rig import client_over
@@ -126,7 +126,7 @@ def test_a_job_that_ends_on_an_old_store_tells_nothing_of_the_new_one(client_of,
     old = Gated()
     client = client_of(old, MemoryBackend(MemoryOptions(), "new"))
     tier = client.tiers["memory"]
-    client.store("memory", KEYS, range(4), 4096, listener)
+    client.begin(Store(0, "memory", KEYS, list(range(4)), 4096), listener)
     assert old.is_called.wait(20)
     client.renew("1" * 64, {}, [])
     old.gate.set()
@@ -147,7 +147,9 @@ def test_an_answer_of_an_old_store_is_none_of_the_new_one(client_of, until, list
     assert new.is_called.wait(20)
     old.gate.set()
     assert old.is_past.wait(20)
-    client.load("memory", [], [], 4096, listener)  # answered after any word of the old store
+    client.begin(
+        Load(0, "memory", [], [], 4096), listener
+    )  # answered after any word of the old store
     until(lambda: listener.answers)
     new.gate.set()
     until(lambda: tier.holds(KEYS[0]) is not None)
@@ -158,7 +160,7 @@ def test_a_store_that_ends_late_is_none_of_the_new_one(client_of, until, listene
     old, new = Gated(), Gated()
     client = client_of(Unlisted(old), Unlisted(new))
     tier = client.tiers["memory"]
-    client.store("memory", KEYS, range(4), 4096, listener)
+    client.begin(Store(0, "memory", KEYS, list(range(4)), 4096), listener)
     assert old.is_called.wait(20)
     client.renew("1" * 64, {}, [])
     old.gate.set()

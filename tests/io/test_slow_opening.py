@@ -15,6 +15,7 @@ from kvoffload.backends.disk import store as disk_store
 from kvoffload.io import client as io_client
 from kvoffload.io import deadlines
 from kvoffload.io import server as io_server
+from kvoffload.io.protocol import Store
 from kvoffload.testing.backends import keys_of
 
 KEYS = keys_of(4)
@@ -130,8 +131,8 @@ def test_orders_of_a_store_that_opens_wait_for_it_and_no_others_do(
     gate.is_open.clear()
     client.renew("1" * 64, {}, [], None)
     late, ready = listener, new_listener()
-    client.store("disk", KEYS, range(4), 4096, late)
-    client.store("memory", KEYS, range(4), 4096, ready)
+    client.begin(Store(0, "disk", KEYS, list(range(4)), 4096), late)
+    client.begin(Store(0, "memory", KEYS, list(range(4)), 4096), ready)
     until(lambda: ready.answers)
     time.sleep(1.0)  # a disk may take that long
     assert (late.answers, ready.answers) == ([], [([True] * 4, "", True)])
@@ -147,7 +148,7 @@ def test_orders_that_wait_for_a_store_never_reach_one_of_a_later_namespace(
 ):
     gate.is_open.clear()
     client.renew("1" * 64, {}, [], None)
-    client.store("disk", KEYS, range(4), 4096, listener)
+    client.begin(Store(0, "disk", KEYS, list(range(4)), 4096), listener)
     if not is_at_once:
         until(lambda: client._peer.session._waiting)
     client.renew("2" * 64, {}, [], None)
@@ -168,7 +169,7 @@ def test_orders_wait_for_a_store_that_hangs_only_so_long(
     monkeypatch.setattr(io_server, "PATIENT_S", 0.2)
     gate.is_open.clear()
     client.renew("1" * 64, {}, [], None)
-    client.store("disk", KEYS, range(4), 4096, listener)
+    client.begin(Store(0, "disk", KEYS, list(range(4)), 4096), listener)
     until(lambda: listener.answers)
     assert listener.answers == [([False] * 4, "no_store", True)]
 
@@ -181,7 +182,7 @@ def test_a_deadline_ends_an_order_that_waits_for_its_store(
     client = thread_rig.open(disk, store_timeout_s=0.2)
     gate.is_open.clear()
     client.renew("1" * 64, {}, [], None)
-    client.store("disk", KEYS, range(4), 4096, listener)
+    client.begin(Store(0, "disk", KEYS, list(range(4)), 4096), listener)
     until(lambda: listener.answers)
     assert listener.answers == [([False] * 4, "deadline", True)]
 

@@ -17,6 +17,7 @@ from kvoffload.io.presence import PresenceCache
 from kvoffload.io.protocol import (
     Answered,
     Figures,
+    Load,
     MessageReader,
     PresenceChanges,
     Present,
@@ -206,7 +207,7 @@ class Each(MemoryBackend):
 def test_a_chunk_that_has_arrived_does_not_arrive_again_with_its_answer(until, listener):
     """Reported and answered for in one message, it would be copied twice."""
     client = client_over({"t": Each(MemoryOptions(), "n")}, Slab(4, 4096))
-    client.load("t", [b"%d" % i * 36 for i in range(4)], range(4), 4096, listener)
+    client.begin(Load(0, "t", [b"%d" % i * 36 for i in range(4)], list(range(4)), 4096), listener)
     until(lambda: listener.answers)
     assert listener.answers == [([True] * 4, "", True)]
     assert sorted(listener.numbers) == [0, 1, 2, 3]
@@ -227,7 +228,7 @@ def test_answers_that_are_not_one_for_each_key_are_a_failed_read(
     backend = MemoryBackend(MemoryOptions(), "n")
     monkeypatch.setattr(backend, "read", read)
     client = client_over({"t": backend}, Slab(4, 4096))
-    client.load("t", KEYS, range(2), 4096, listener)
+    client.begin(Load(0, "t", KEYS, list(range(2)), 4096), listener)
     until(lambda: listener.answers)
     assert listener.answers == [([False] * 2, "error", True)]
     assert client.died == 0
@@ -243,7 +244,7 @@ def test_a_store_that_raises_at_each_call_takes_one_line_a_second(until, listene
             raise RuntimeError("out of order")
 
     client = client_over({"t": Raising(MemoryOptions(), "n")}, Slab(40, 4096))
-    client.load("t", [b"%d" % i * 36 for i in range(40)], range(40), 4096, listener)
+    client.begin(Load(0, "t", [b"%d" % i * 36 for i in range(40)], list(range(40)), 4096), listener)
     until(lambda: listener.answers)
     client.close()
     assert [line for line in caplog.messages if "read of" in line] == [
@@ -261,7 +262,7 @@ def test_a_server_that_is_a_thread_is_not_said_to_be_killed(until, listener, cap
 
     monkeypatch.setattr(io_client, "SILENT_S", 0.1)
     client = client_over({"t": Hung(MemoryOptions(), "n")}, Slab(2, 4096), load_timeout_s=0.1)
-    client.load("t", KEYS, range(2), 4096, listener)
+    client.begin(Load(0, "t", KEYS, list(range(2)), 4096), listener)
     until(lambda: [line for line in caplog.messages if "has been silent" in line])
     go_on.set()
     client.close()

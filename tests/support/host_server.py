@@ -21,6 +21,7 @@ import hashlib, os, random, signal, sys, threading, time
 signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])  # libraries start threads
 from kvoffload.io.attached import AttachedServer
 from kvoffload.io.client import IOClient
+from kvoffload.io.protocol import Load, Store
 from kvoffload.transfer.shared_memory import create_shared_memory
 from kvoffload.transfer.slab import Slab
 from tests.support.host_server import KEYS, SIZE, Job, key_of, payload_of
@@ -48,12 +49,12 @@ while True:
     if rng.random() < 0.5:
         for i, key in enumerate(keys):
             slab.slot(i, SIZE)[:] = payload_of(key)
-        client.store("serve", keys, range(16), SIZE, job)
+        client.begin(Store(0, "serve", keys, [*range(16)], SIZE), job)
         job.over.wait()
     else:
         job.has_loan = lambda: reach("lent")
         may_borrow = rng.random() < 0.8
-        client.load("serve", keys, range(16), SIZE, job, may_borrow=may_borrow)
+        client.begin(Load(0, "serve", keys, [*range(16)], SIZE, [], may_borrow), job)
         reach("asked")
         job.over.wait()
         if job.loans and point == "held":
@@ -72,7 +73,7 @@ while True:
             loan.end()
             reach("ended")
         if job.loans and point == "left":  # with a loan that ends only with the process
-            client.load("serve", keys, range(16), SIZE, Job(), may_borrow=True)
+            client.begin(Load(0, "serve", keys, [*range(16)], SIZE, [], True), Job())
             client.close()
             os.kill(os.getpid(), signal.SIGKILL)
 """

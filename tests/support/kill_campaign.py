@@ -25,7 +25,7 @@ from kvoffload.io import attached, backoff, client, lent_memory
 from kvoffload.io.attached import AttachedServer
 from kvoffload.io.client import IOClient
 from kvoffload.io.link import Link
-from kvoffload.io.protocol import Ask, Cancel
+from kvoffload.io.protocol import Ask, Cancel, Load, Store
 from kvoffload.io.service.host_memory import BLOCK, HostMemory
 from kvoffload.io.service.listener import Listener
 from kvoffload.io.service.service import run_service
@@ -124,12 +124,14 @@ class Engine:
             slot[: SIZE // 2] = data[: SIZE // 2]
             self._reach("slot:half")
             slot[SIZE // 2 :] = data[SIZE // 2 :]
-        self.client.store("serve", keys, range(SLOTS), SIZE, job)
+        self.client.begin(Store(0, "serve", list(keys), list(range(SLOTS)), SIZE), job)
         self._await(job)
 
     def _load(self, keys, by_slot, is_cancelled):
         job = Job()
-        self.client.load("serve", keys, range(SLOTS), SIZE, job, may_borrow=by_slot)
+        self.client.begin(
+            Load(0, "serve", list(keys), list(range(SLOTS)), SIZE, may_lend=by_slot), job
+        )
         if is_cancelled:
             number = max(list(self.client._jobs.unanswered), default=0)
             self.client._link.send(client.frame(Cancel(number)))
@@ -214,7 +216,9 @@ def die_as_engine(path, point, seed, namespace, pipe):
         engine = Engine(path, namespace, lambda name: _hooks.reach(name))
         for _ in range(3 if point.startswith(("leave", "close")) else STEPS):
             engine.step(rng)
-        engine.client.load("serve", [key_of(0)] * SLOTS, range(SLOTS), SIZE, Job(), may_borrow=True)
+        engine.client.begin(
+            Load(0, "serve", [key_of(0)] * SLOTS, list(range(SLOTS)), SIZE, may_lend=True), Job()
+        )
         engine.close()
         pipe.send(f"{point} was never reached")
     except BaseException as error:

@@ -11,6 +11,7 @@ import psutil
 from kvoffload.connectors.vllm.worker_presence import WorkerPresence
 from kvoffload.io.client import IOClient
 from kvoffload.io.forms import ServerProcess
+from kvoffload.io.protocol import Load, Store
 from kvoffload.transfer.shared_memory import create_shared_memory
 from kvoffload.transfer.slab import Slab
 from tests.support.io_rig import opening
@@ -61,8 +62,9 @@ def _main(rank, tier, pipe):
         for i, key in enumerate(argument):
             data = content(rank, key) if verb == "store" else bytes(SLOT)
             slab.slot(i, SLOT)[:] = data
-        move = client.store if verb == "store" else client.load
-        move(tier[0], argument, range(len(argument)), SLOT, Ended(answer))
+        kind = Store if verb == "store" else Load
+        order = kind(0, tier[0], list(argument), list(range(len(argument))), SLOT)
+        client.begin(order, Ended(answer))
         ok, _ = answers.recv()
         right = [slab.slot(i, SLOT) == content(rank, key) for i, key in enumerate(argument)]
         pipe.send([each and same for each, same in zip(ok, right, strict=True)])

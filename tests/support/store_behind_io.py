@@ -6,6 +6,7 @@ import time
 
 from kvoffload.io.client import IOClient
 from kvoffload.io.forms import ServerProcess
+from kvoffload.io.protocol import Load, Store
 from kvoffload.transfer.shared_memory import create_shared_memory
 from kvoffload.transfer.slab import Slab
 from tests.support.io_rig import opening
@@ -54,27 +55,27 @@ class StoreBehindIO:
         return answers
 
     async def read(self, keys, into):
-        return await self._carry_out(self._client.load, keys, into)
+        return await self._carry_out(Load, keys, into)
 
     async def write(self, keys, chunks):
-        return await self._carry_out(self._client.store, keys, chunks)
+        return await self._carry_out(Store, keys, chunks)
 
-    async def _carry_out(self, verb, keys, memory):
+    async def _carry_out(self, kind, keys, memory):
         if len(keys) != len(memory):
             raise ValueError("one piece of memory for each key")
         async with self._turn:
             views = [self._slab.slot(i, each.nbytes) for i, each in enumerate(memory)]
-            if verb == self._client.store:
+            if kind is Store:
                 for view, each in zip(views, memory, strict=True):
                     view[:] = each.cast("B")
             answer, sizes = Answer(), [each.nbytes for each in memory]
-            verb("t", keys, range(len(keys)), sizes, answer)
+            self._client.begin(kind(0, "t", list(keys), list(range(len(keys))), sizes), answer)
             try:
                 ok = await asyncio.shield(answer.future)
             except asyncio.CancelledError:
                 await answer.future  # the slots are in use until then
                 raise
-            if verb == self._client.load:
+            if kind is Load:
                 for view, each, good in zip(views, memory, ok, strict=True):
                     if good:
                         each.cast("B")[:] = view

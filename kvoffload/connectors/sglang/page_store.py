@@ -23,6 +23,7 @@ from kvoffload.connectors.sglang.staging_slots import LateSlots, Lease, StagingS
 from kvoffload.connectors.tier_io import TierIO
 from kvoffload.errors import ConfigError
 from kvoffload.identity import Fact
+from kvoffload.io.protocol import Load, Store
 from kvoffload.io.remote_tier import RemoteTier
 from kvoffload.timed_queue import next_within
 from kvoffload.transfer.shared_memory import page_rounded
@@ -182,7 +183,8 @@ class PageStore:
                 running.add(job)
                 asked = [keys[i] for i in job.places]
                 told_sizes = _shortened([sizes[i] for i in job.places])
-                self._client.load(tier.name, asked, job.lease.slots, told_sizes, job)
+                order = Load(0, tier.name, asked, list(job.lease.slots), told_sizes)
+                self._client.begin(order, job)
                 continue
             told = self._next(news, until_s) if running else None
             if told is None:
@@ -288,7 +290,8 @@ class PageStore:
                         self.figures.lose("store", "hung", len(asked))
                     continue
                 begun.add(each := PageJob(places, lease, news, self._late, tier.name))
-                self._client.store(tier.name, asked, lease.slots, told_sizes, each)
+                order = Store(0, tier.name, asked, list(lease.slots), told_sizes)
+                self._client.begin(order, each)
         if is_barred:
             self.figures.lose("store", "barred", len(asked))
         return begun

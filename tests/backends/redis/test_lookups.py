@@ -3,6 +3,7 @@
 import pytest
 
 from kvoffload import open_backend
+from kvoffload.io.protocol import Load, Store
 from kvoffload.io.remote_tier import ANSWER_S
 from kvoffload.testing.backends import CHUNK_BYTES, keys_of, payload_of
 from kvoffload.transfer.slab import Slab
@@ -52,10 +53,10 @@ class Engine:
     def store(self, keys):
         for i, key in enumerate(keys):
             self.slab.slot(i, CHUNK_BYTES)[:] = payload_of(key, CHUNK_BYTES)
-        return self._moved(self.client.store, keys)
+        return self._moved(Store, keys)
 
     def load(self, keys):
-        return self._moved(self.client.load, keys)
+        return self._moved(Load, keys)
 
     def counted(self, name):
         async def count():
@@ -63,9 +64,10 @@ class Engine:
 
         return call(self.client, count())
 
-    def _moved(self, verb, keys):
+    def _moved(self, kind, keys):
         job = Job()
-        verb("redis", keys, list(range(len(keys))), CHUNK_BYTES, job)
+        order = kind(0, "redis", list(keys), list(range(len(keys))), CHUNK_BYTES)
+        self.client.begin(order, job)
         self.until(lambda: job.ok is not None)
         return job.ok
 

@@ -183,7 +183,7 @@ def test_pools_of_one_call_share_its_time(attach, until, tmp_path, monkeypatch):
     until(lambda: hicache.batch_exists_v2(keys, asked).kv_hit_pages == 4)
     planned.set(Plan("hang", frozenset({"read"})))
     with unittest.mock.patch.object(
-        hicache._store._client, "load", wraps=hicache._store._client.load
+        hicache._store._client, "begin", wraps=hicache._store._client.begin
     ) as ordered:
         assert hicache.batch_get_v2(asked) == dict.fromkeys(pools, [False] * 4)
     assert ordered.call_count == 1

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from kvoffload.io.protocol import Load, Store
+
 pytest.importorskip("vllm.version", reason="vLLM is not installed; see make test-vllm")
 
 from bare_half import bare_half
@@ -104,7 +106,7 @@ def test_a_worker_goes_on_with_stores_that_miss(settings, break_storage, until, 
     half = a_worker(settings)
     io, tier = half._spec.io, half._spec.tiers["disk"]
     stored, loaded = Answer(), Answer()
-    io.store("disk", KEYS[:1], [0], 4096, stored)
+    io.begin(Store(0, "disk", KEYS[:1], [0], 4096), stored)
     assert until(lambda: stored.told) == [([True], "")]
     until(lambda: tier.holds(KEYS[0]))
     break_storage()
@@ -112,7 +114,7 @@ def test_a_worker_goes_on_with_stores_that_miss(settings, break_storage, until, 
     assert not tier.holds(KEYS[0])
     assert until(lambda: tier.holds(KEYS[0]) is False)
     assert until(lambda: "a tier cannot be opened again yet" in caplog.text)
-    io.load("disk", KEYS[:1], [0], 4096, loaded)
+    io.begin(Load(0, "disk", KEYS[:1], [0], 4096), loaded)
     assert until(lambda: loaded.told) == [([False], "no_store")]
     half._spec.close()
 
@@ -134,7 +136,7 @@ def test_a_step_does_not_wait_until_stores_are_open_again(settings, monkeypatch,
     is_over = not step.is_alive()
     early = Answer()
     if is_over:  # a store of the next step: it is carried out when the new stores are open
-        io.store("disk", KEYS[:1], [0], 4096, early)
+        io.begin(Store(0, "disk", KEYS[:1], [0], 4096), early)
         assert not tier.holds(KEYS[0])
     may_open.set()
     assert is_over, "the step waits for the stores"
@@ -153,7 +155,7 @@ def test_a_reset_right_after_an_operators_clear_leaves_nothing(settings, monkeyp
     half.meet_workers([WorkerInfo(4, 4096, {"rank": 0})])
     io, root = worker._spec.io, Path(settings.backends[0].options["root"])
     stored = Answer()
-    io.store("disk", KEYS, [0, 1], 4096, stored)
+    io.begin(Store(0, "disk", KEYS, [0, 1], 4096), stored)
     until(lambda: stored.told)
     assert len(stored_in(root)) == 2
     clear = half.operators.clear("")
