@@ -5,7 +5,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import takewhile
-from typing import Any, TypeVar
+from typing import Any
 
 from kvoffload.backends.base import Removal, Usage
 from kvoffload.backends.header import CHECK_OF, CHECKS
@@ -22,8 +22,6 @@ from kvoffload.io.protocol import (
 )
 from kvoffload.metrics import names
 from kvoffload.metrics.samples import LOADS, STORES, Sample, Traffic
-
-_A = TypeVar("_A")
 
 ANSWER_S = 2.0
 """How long an answer of ``contains`` is believed, whatever it is."""
@@ -166,7 +164,9 @@ class RemoteTier:
 
     def take_removals(self) -> list[Removal]:
         """Return the chunks that the store removed by itself since the last call."""
-        return _drained(self._removals)
+        if not self._removals:
+            return []
+        return [self._removals.popleft() for _ in range(len(self._removals))]
 
     @property
     def usage(self) -> Usage | None:
@@ -300,13 +300,19 @@ class RemoteTier:
 
     def take_forgotten(self) -> list[bytes]:
         """Return the keys that the server must forget, before it gets any further store."""
-        return _drained(self.unsent)
+        unsent = self.unsent
+        taken: list[bytes] = []
+        # Until none is left: a key that another thread appends meanwhile causes no call.
+        while unsent:
+            taken.append(unsent.popleft())
+        return taken
 
     def take_questions(self) -> list[bytes]:
         """Return the keys to ask the store for."""
         if (cache := self._cache) is not None:
             return cache.take_questions()
-        return _drained(self._questions)
+        questions = self._questions
+        return [questions.popleft() for _ in range(len(questions))]
 
     def answered(self, message: Present) -> None:
         """Take in the answers to questions."""
@@ -315,11 +321,3 @@ class RemoteTier:
         for asked in self._asked_for:
             pairs = zip(message.keys, message.answers, strict=True)
             asked.update((key, there) for key, there in pairs if key in asked)
-
-
-def _drained(queue: deque[_A]) -> list[_A]:
-    """Empty a queue. What another thread appends meanwhile is taken, too, and causes no call."""
-    taken: list[_A] = []
-    while queue:
-        taken.append(queue.popleft())
-    return taken
