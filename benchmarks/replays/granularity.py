@@ -23,7 +23,7 @@ from typing import Any
 from benchmarks.harness import Row, report, row
 from kvoffload import registry
 from kvoffload.replay.requests import RequestsBuilder
-from kvoffload.replay.simulate import infinite, replay
+from kvoffload.replay.simulate import Level, infinite, replay_levels
 
 BLOCK_TOKENS = 512
 UNIT_TOKENS = 16
@@ -78,7 +78,8 @@ def run(path: Path) -> dict[str, Any]:
         for tokens in STORE_TOKENS:
             count = tokens // chunk
             policy = registry.load(registry.POLICIES, POLICY)(count)
-            hits[f"a store of {tokens:,} tokens"] = replay(requests, policy, count).prefix
+            store = Level("", count, policy)
+            hits[f"a store of {tokens:,} tokens"] = replay_levels(requests, [store]).prefix
         for store, found in hits.items():
             rate = 100 * found * chunk / asked
             limit = finest.setdefault(store, rate)

@@ -112,17 +112,6 @@ class Level:
         policy.add(spared)
 
 
-def replay(
-    requests: Sequence[Keys],
-    policy: Policy,
-    capacity: int,
-    progress: Progress | None = None,
-    weights: Weights = WHOLE,
-) -> Hits:
-    """Use one store of ``capacity`` blocks; the policy must be new."""
-    return replay_levels(requests, [Level("", capacity, policy)], progress, weights)
-
-
 def replay_levels(
     requests: Sequence[Keys],
     levels: Sequence[Level],

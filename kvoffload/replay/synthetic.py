@@ -255,17 +255,8 @@ def parse(text: str) -> tuple[str, SyntheticOptions]:
     return name, convert(values, SyntheticOptions, "synthetic.")
 
 
-def generate(name: str, options: SyntheticOptions | None = None) -> Iterator[Request]:
-    """Make the requests of a workload.
-
-    Raises:
-        ConfigError: no such workload.
-    """
-    return (request for _, request in timed(name, options))
-
-
 def timed(name: str, options: SyntheticOptions | None = None) -> Iterator[tuple[float, Request]]:
-    """Make the same requests, each with its time in seconds; no time is before the last one.
+    """Make the requests of a workload, each after its time in seconds; no time is before the last.
 
     Raises:
         ConfigError: no such workload.

@@ -106,11 +106,6 @@ class _Told(set[int | None]):
         return next(iter(self)) if len(self) == 1 else None
 
 
-def from_ids(name: str, requests: Iterable[Iterable[int | str]]) -> Trace:
-    """Make a trace of requests given by block ids, without times."""
-    return from_timed(name, ((0.0, ids) for ids in requests))
-
-
 def from_timed(name: str, requests: Iterable[tuple[float, Iterable[int | str]]]) -> Trace:
     """Make a trace of requests given by times in seconds and block ids, as of a workload."""
     builder = RequestsBuilder()

@@ -3,13 +3,12 @@
 import random
 
 import pytest
+from replays import from_ids, generate, replay
 
 from kvoffload.policies.arc import ARCPolicy
 from kvoffload.policies.handicap import HandicapPolicy
 from kvoffload.policies.lru import LRUPolicy
-from kvoffload.replay.simulate import replay
-from kvoffload.replay.synthetic import SyntheticOptions, generate
-from kvoffload.replay.trace import from_ids
+from kvoffload.replay.synthetic import SyntheticOptions
 
 
 def requests_of(workload, seed=7, requests=2500):

@@ -4,13 +4,14 @@ import random
 from itertools import pairwise
 
 import pytest
+from replays import from_ids
 
 from kvoffload.errors import ConfigError
 from kvoffload.replay.closed_loop import HELPED, Loop, of_oracle, of_policy, run
 from kvoffload.replay.loop_stores import Oracle
 from kvoffload.replay.sessions import gaps_of, sessions_of
 from kvoffload.replay.synthetic import SyntheticOptions, timed
-from kvoffload.replay.trace import from_ids, from_timed
+from kvoffload.replay.trace import from_timed
 
 
 def sessions_in_turn(number, turns, length, pause_s=1.0):

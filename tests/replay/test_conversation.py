@@ -4,8 +4,9 @@ from itertools import takewhile
 
 import pytest
 from named_policies import NAMED_POLICIES
+from replays import replay
 
-from kvoffload.replay.simulate import belady, infinite, replay
+from kvoffload.replay.simulate import belady, infinite
 
 PUBLISHED = {
     "fifo": {1000: 4.34, 3000: 6.27, 10_000: 18.15, 30_000: 29.44},

@@ -4,14 +4,14 @@ import time
 
 import pytest
 from named_policies import NAMED_POLICIES
+from replays import from_ids, generate, replay
 
 from kvoffload.offload.base import make_offload_key
 from kvoffload.offload.host_cache import HostCache
 from kvoffload.offload.manager import TieredOffloadingManager
 from kvoffload.recording import RequestLog
-from kvoffload.replay.simulate import replay
-from kvoffload.replay.synthetic import SyntheticOptions, generate
-from kvoffload.replay.trace import from_ids, read_trace
+from kvoffload.replay.synthetic import SyntheticOptions
+from kvoffload.replay.trace import read_trace
 from tests.support.manager_check import check
 
 

@@ -1,13 +1,13 @@
 """A sample of a trace's blocks gives the rates of the whole."""
 
 import pytest
+from replays import from_ids, generate
 
 from kvoffload.errors import ConfigError
 from kvoffload.replay.sample import sampled
 from kvoffload.replay.simulate import infinite
 from kvoffload.replay.study import study_one
-from kvoffload.replay.synthetic import WORKLOADS, SyntheticOptions, generate
-from kvoffload.replay.trace import from_ids
+from kvoffload.replay.synthetic import WORKLOADS, SyntheticOptions
 
 
 def workload(name):

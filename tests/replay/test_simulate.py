@@ -6,11 +6,11 @@ from itertools import combinations
 import pytest
 from kvoffload_policies.fifo import FIFOPolicy
 from named_policies import NAMED_POLICIES
+from replays import from_ids, generate, replay
 
 from kvoffload.policies.lru import LRUPolicy
-from kvoffload.replay.simulate import Level, belady, infinite, replay, replay_levels
-from kvoffload.replay.synthetic import WORKLOADS, SyntheticOptions, generate
-from kvoffload.replay.trace import from_ids
+from kvoffload.replay.simulate import Level, belady, infinite, replay_levels
+from kvoffload.replay.synthetic import WORKLOADS, SyntheticOptions
 
 
 def requests_of(*requests):
