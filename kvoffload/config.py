@@ -10,15 +10,11 @@ import msgspec
 
 from kvoffload.errors import HIDDEN, ConfigError, shown
 
-_PREFIXES = "kmgtpe"
-_UNITS = {"": 1, "b": 1} | {
-    f"{prefix}{ending}": base ** (power + 1)
-    for power, prefix in enumerate(_PREFIXES)
-    for base, endings in ((1000, ("", "b")), (1024, ("i", "ib")))
-    for ending in endings
-}
+_PREFIXES = " kmgtpe"
 # Not any number of digits: int() refuses thousands of them in its own words, float() says infinity.
-_SIZE = re.compile(r"\s*([0-9]{1,20}(?:\.[0-9]{1,20})?)\s*([a-zA-Z]*)\s*")
+_SIZE = re.compile(
+    r"\s*([0-9]{1,20}(?:\.[0-9]{1,20})?)\s*(?:([kKmMgGtTpPeE])([iI]?)[bB]?|[bB])?\s*"
+)
 _LARGEST = 2**63 - 1
 """What a file system can count; no size in a setting means more."""
 HARMLESS_HINTS = ("offload", "max_load_tokens")
@@ -39,13 +35,10 @@ class ByteSize(int):
         count: float = -1
         if isinstance(value, int) and not isinstance(value, bool):
             count = value
-        elif (
-            isinstance(value, str)
-            and (match := _SIZE.fullmatch(value))
-            and (unit := _UNITS.get(match[2].lower()))
-        ):
+        elif isinstance(value, str) and (match := _SIZE.fullmatch(value)):
             number = float(match[1]) if "." in match[1] else int(match[1])
-            count = number * unit
+            base, prefix = 1024 if match[3] else 1000, match[2] or " "
+            count = number * base ** _PREFIXES.index(prefix.lower())
         if 0 <= count <= _LARGEST:
             return cls(count)
         raise ConfigError(field, value, _SIZE_REMEDY)
@@ -54,11 +47,7 @@ class ByteSize(int):
 SIZE_SCHEMA: dict[str, Any] = {
     "anyOf": [
         {"type": "integer", "minimum": 0, "maximum": _LARGEST},
-        {
-            "type": "string",
-            "pattern": r"^\s*[0-9]{1,20}(\.[0-9]{1,20})?\s*"
-            r"([kKmMgGtTpPeE]([iI]?[bB]?)|[bB])?\s*$",
-        },
+        {"type": "string", "pattern": f"^{_SIZE.pattern}$"},
     ]
 }
 """The JSON Schema of a size."""

@@ -51,15 +51,6 @@ class BackendSuite(IndexSuite, HazardSuite):
     """
 
     @on_a_loop
-    async def test_what_was_written_is_read_back(self) -> None:
-        backend, keys = await self.opened(), keys_of(5)
-        assert await backend.write(keys, filled(keys)) == [True] * 5
-        assert await backend.contains(keys) == [True] * 5
-        into = slots(5)
-        assert await backend.read(keys, into) == [True] * 5
-        assert wrong_bytes(keys, into) == []
-
-    @on_a_loop
     async def test_a_chunk_reported_is_there(self) -> None:
         """Each chunk read is reported once, when its bytes are whole; no other is."""
         backend, keys, into = await self.opened(), keys_of(9), slots(9)
@@ -80,7 +71,7 @@ class BackendSuite(IndexSuite, HazardSuite):
         """Present and absent keys mixed, in both directions."""
         backend, keys = await self.opened(), keys_of(8)
         stored = keys[::2]
-        await backend.write(stored, filled(stored))
+        assert await backend.write(stored, filled(stored)) == [True] * 4
         expected = [key in stored for key in keys]
         for order in (1, -1):
             asked, answers, into = keys[::order], expected[::order], slots(8)
@@ -113,25 +104,15 @@ class BackendSuite(IndexSuite, HazardSuite):
         assert await backend.read(keys, slots(1, CHUNK_BYTES * 2)) == [False]
 
     @on_a_loop
-    async def test_odd_sizes_and_unaligned_memory_work(self) -> None:
+    async def test_odd_sizes_and_unaligned_or_read_only_memory_work(self) -> None:
         backend = await self.opened()
         for size in (1, 511, 4095, 4096, 4097, 70_001):
             keys = keys_of(1, f"odd{size}")
-            memory = memoryview(bytearray(size + 1))[1:]
-            memory[:] = payload_of(keys[0], size)
+            memory = memoryview(b"-" + payload_of(keys[0], size))[1:]
             assert await backend.write(keys, [memory]) == [True]
             into = memoryview(bytearray(size + 3))[3:]
             assert await backend.read(keys, [into]) == [True]
             assert wrong_bytes(keys, [into]) == []
-
-    @on_a_loop
-    async def test_read_only_memory_can_be_stored(self) -> None:
-        backend, keys = await self.opened(), keys_of(1)
-        chunk = memoryview(payload_of(keys[0], CHUNK_BYTES))
-        assert await backend.write(keys, [chunk]) == [True]
-        into = slots(1)
-        assert await backend.read(keys, into) == [True]
-        assert wrong_bytes(keys, into) == []
 
     @on_a_loop
     async def test_the_callers_memory_is_free_again_after_a_write(self) -> None:

@@ -129,7 +129,6 @@ def replies(data: bytes) -> None:
         lambda: reader.chunk(view[:24], [view[24:64]]),
         reader.table,
         reader.value,
-        reader.skip,
     ]
     start = (choice or b"\0")[0] % len(expected)
     with contextlib.suppress(ProtocolError, ConnectionError):
