@@ -39,14 +39,10 @@ class ManifestIndex:
         bucket: where the manifests are.
         tag: the namespace, as names have it.
         ttl_s: from which age on chunks count as absent.
-        every_s: seconds from one manifest to the next; by default :data:`EVERY_S`.
     """
 
-    def __init__(
-        self, bucket: Bucket, tag: str, ttl_s: float, every_s: float | None = None
-    ) -> None:
+    def __init__(self, bucket: Bucket, tag: str, ttl_s: float) -> None:
         self._bucket, self._ttl_s = bucket, ttl_s
-        self._every_s = EVERY_S if every_s is None else every_s
         self._folder = f"{MANIFESTS}/{tag}"
         self._lock = threading.Lock()
         self._minutes: dict[bytes, int] = {}
@@ -100,7 +96,7 @@ class ManifestIndex:
                 log.debug("object: manifests are not read or written now: %s", error)
             except Exception:
                 log.exception("object: manifests are not read or written now")
-            self._ended.wait(self._every_s)
+            self._ended.wait(EVERY_S)
 
     def _tell(self) -> None:
         with self._lock:

@@ -38,7 +38,6 @@ from kvoffload.backends.redis.connection import Lost
 from kvoffload.backends.redis.doctor import IF_FAILED, IF_SLOW, examine
 from kvoffload.backends.redis.namespace_info import NamespaceInfo, namespace_prefix
 from kvoffload.backends.redis.namespace_scan import described
-from kvoffload.backends.redis.node import Node
 from kvoffload.backends.redis.options import KEY_CONTEXT, Access, RedisOptions, redacted
 from kvoffload.backends.redis.request import Request
 from kvoffload.backends.redis.sealer import Sealer
@@ -83,19 +82,18 @@ class RedisBackend(ThreadPoolBackend, RedisAdmin):
         for problem, remedy in self._access.weaknesses():
             log.warning("redis: %s; %s", problem, remedy)
         secret = read_key(options.secret_file, KEY_CONTEXT)
-        self._sealer = Sealer(namespace_digest(namespace), secret)
         at_once = _SERVERS_AT_ONCE if self._access.target.kind == "cluster" else 1
         threads = min(_MAX_THREADS, at_once * options.connections)
         super().__init__(threads=threads, store_threads=threads, stall_s=_NEVER_S, name="redis")
         self._lookups = BlockingPool("kvoffload-RedisBackend-lookup", at_once, _NEVER_S)
         self._asking: set[asyncio.Task[None]] = set()
-        self._opening = threading.Lock()
-        self._topology: Topology | None = None
-        self._io: ChunkIO | None = None
+        self._topology = Topology(self._access, self.count)
+        self._use(Sealer(namespace_digest(namespace), secret))
         self._chunk_bytes = 0
         """The length of the latest chunk."""
         self._in_flight: dict[int, Request] = {}
         """The request of each thread that has one."""
+        self._changing = threading.Lock()
         self._suspects: set[bytes] = set()  # keys whose values are checked again
         self._passed_over: OrderedDict[bytes, None] = OrderedDict()
         """Keys whose values are of another version or key: absent until this engine stores them."""
@@ -103,6 +101,7 @@ class RedisBackend(ThreadPoolBackend, RedisAdmin):
         self._watch = Background(
             "kvoffload-redis-watch", self._watch_fill, lambda: nodes.INFO_EVERY_S
         )
+        self._watch.wake()
         self._damaged = Throttle(log)
 
     def encrypt_with(self, seal: Seal) -> None:
@@ -112,7 +111,13 @@ class RedisBackend(ThreadPoolBackend, RedisAdmin):
             ConfigError: there is a ``secret_file`` as well.
         """
         refuse_with_encryption(self._options.secret_file)
-        self._sealer = Sealer(namespace_digest(self._namespace), None, seal)
+        self._use(Sealer(namespace_digest(self._namespace), None, seal))
+
+    def _use(self, sealer: Sealer) -> None:
+        # A secret changes the names: an engine without it sees no damaged values.
+        prefix = f"{namespace_prefix(self._namespace)}{sealer.scheme}:".encode()
+        self._sealer, self._ttl_ms = sealer, b"%d" % int(self._options.ttl_s * 1000)
+        self._io = ChunkIO(self._topology, sealer, prefix, self._ttl_ms)
 
     def __repr__(self) -> str:
         return f"RedisBackend({redacted(self._options.url)!r}, {self._namespace!r})"
@@ -162,10 +167,8 @@ class RedisBackend(ThreadPoolBackend, RedisAdmin):
 
     def load(self, key: bytes, into: memoryview) -> ReadResult:
         """Load a chunk; remove a value that is still damaged when it is read a second time."""
-        if (io := self._ready()) is None:
-            return ReadResult.UNAVAILABLE
         try:
-            why = io.load(key, into, self._started)
+            why = self._io.load(key, into, self._started)
         finally:
             self._in_flight.pop(threading.get_ident(), None)
         self.count(f"read_{why or 'ok'}")
@@ -177,10 +180,8 @@ class RedisBackend(ThreadPoolBackend, RedisAdmin):
         return ReadResult.of(why)
 
     def store(self, key: bytes, chunk: memoryview, tenant: bytes = b"") -> bool:
-        if (io := self._ready()) is None:
-            return False
         try:
-            why = io.store(key, chunk, self._started, tenant)
+            why = self._io.store(key, chunk, self._started, tenant)
         finally:
             self._in_flight.pop(threading.get_ident(), None)
         self.count(f"write_{why or 'ok'}")
@@ -189,13 +190,12 @@ class RedisBackend(ThreadPoolBackend, RedisAdmin):
         return not why
 
     def has(self, key: bytes) -> bool:
-        if (io := self._ready()) is None:
-            return False
-        return any(io.count(node, [key], b"EXISTS") == [1] for node, _ in io.parts([key]))
+        nodes = (node for node, _ in self._io.parts([key]))
+        return any(self._io.count(node, [key], b"EXISTS") == [1] for node in nodes)
 
     def at_once(self) -> int | None:
         # Threads that would only wait for the bounds of a server cost processor time.
-        return sum(node.at_once(self._chunk_bytes) for node in self._nodes()) or None
+        return sum(node.at_once(self._chunk_bytes) for node in self._topology.nodes()) or None
 
     def interrupt(self, thread: int) -> None:
         if request := self._in_flight.get(thread):
@@ -204,38 +204,33 @@ class RedisBackend(ThreadPoolBackend, RedisAdmin):
     async def closing(self) -> None:
         self._info.close()
         self._watch.close()
-        with self._opening:  # a first call on a thread has opened the servers, or never will
-            self._io, topology = None, self._topology
-        if topology is not None:
-            topology.close()
+        self._topology.close()
         await asyncio.gather(*self._asking, return_exceptions=True)
 
     def release(self) -> None:
         self._lookups.close()
         self._info.join()
         self._watch.join()
-        if self._topology is not None:
-            self._topology.join()
+        self._topology.join()
 
     # ---- what it tells of itself ---------------------------------------------------------------
 
     def usage(self) -> Usage:
         """Return the servers' totals, for all their data, as they said a few seconds ago."""
-        nodes = self._nodes()
+        nodes = self._topology.nodes()
         infos = [node.server for node in nodes]
         breakers_open = sum(node.is_open for node in nodes)
-        is_unknown = self._topology is not None and self._topology.is_failing
         gauges = {
             "connections": sum(node.num_connections for node in nodes),
             "breakers_open": breakers_open,
-            "up": int(breakers_open < len(nodes) if nodes else not is_unknown),
+            "up": int(breakers_open < len(nodes) if nodes else not self._topology.is_failing),
             "server_evictions": sum(count_of(info.get("evicted_keys", "")) for info in infos),
         }
         return usage_of(infos, self._access.target.db)._replace(gauges=gauges)
 
     async def describe(self, facts: Mapping[str, str]) -> None:
         """Store the description of the namespace; it lives as long as the chunks."""
-        if self._ready() is not None:
+        if not self.is_closed:
             self._info.set(facts)
 
     async def described(self) -> list[Described]:
@@ -248,45 +243,26 @@ class RedisBackend(ThreadPoolBackend, RedisAdmin):
 
     # ---- servers -------------------------------------------------------------------------------
 
-    def _ready(self) -> ChunkIO | None:
-        """Begin at the first call; return None once closed."""
-        if self._io is None:
-            with self._opening:
-                if self._io is None and not self.is_closed:
-                    topology = Topology(self._access, self.count)
-                    # A secret changes the names: an engine without it sees no damaged values.
-                    prefix = f"{namespace_prefix(self._namespace)}{self._sealer.scheme}:".encode()
-                    self._topology = topology
-                    self._io = ChunkIO(topology, self._sealer, prefix, self._ttl_ms)
-                    self._watch.wake()
-        return self._io
-
-    @property
-    def _ttl_ms(self) -> bytes:
-        return b"%d" % int(self._options.ttl_s * 1000)
-
     def _started(self, request: Request) -> None:
         self._chunk_bytes = request.nbytes
         self._in_flight[threading.get_ident()] = request
         self._info.note_use()
-        if self._topology is not None:
-            self._topology.wait()
+        self._topology.wait()
 
     async def _count(
         self, keys: Sequence[bytes], command: bytes, *arguments: bytes
     ) -> list[int | None]:
         """Send one command for each key, on threads; a cancelled call leaves them at it."""
         counted: list[int | None] = [None] * len(keys)
-        io, topology = self._ready(), self._topology
-        if io is None or topology is None:
+        if self.is_closed:
             return counted
-        if not topology.is_known:
-            await self._ask(1, lambda i: topology.wait())
-        parts = io.parts(keys)
+        if not self._topology.is_known:
+            await self._ask(1, lambda i: self._topology.wait())
+        parts = self._io.parts(keys)
 
         def work(i: int) -> None:
             node, indices = parts[i]
-            some = io.count(node, [keys[j] for j in indices], command, *arguments)
+            some = self._io.count(node, [keys[j] for j in indices], command, *arguments)
             for j, number in zip(indices, some, strict=True):
                 counted[j] = number
 
@@ -303,13 +279,8 @@ class RedisBackend(ThreadPoolBackend, RedisAdmin):
         task.add_done_callback(self._asking.discard)
         await asyncio.shield(task)
 
-    def _nodes(self) -> Sequence[Node]:
-        return self._topology.nodes() if self._topology is not None else ()
-
     def _send(self, name: bytes, *command: bytes) -> object:
         """Send a small command to the server of a name; raises OSError."""
-        if self._topology is None:
-            raise Lost("shutdown")
         self._topology.wait()
         node = self._topology.node(name)
         if node is None:
@@ -317,7 +288,7 @@ class RedisBackend(ThreadPoolBackend, RedisAdmin):
         return node.command(*command)
 
     def _watch_fill(self) -> float:
-        for node in self._nodes():
+        for node in self._topology.nodes():
             try:
                 node.watch_fill()
             except OSError as error:
@@ -328,13 +299,13 @@ class RedisBackend(ThreadPoolBackend, RedisAdmin):
 
     def _pass_over(self, key: bytes) -> None:
         """Treat a value of another version or key as absent until this engine replaces it."""
-        with self._opening:
+        with self._changing:
             self._passed_over[key] = None
             if len(self._passed_over) > _MAX_PASSED_OVER:
                 self._passed_over.popitem(last=False)
 
     def _check_again(self, key: bytes, nbytes: int) -> None:
-        with self._opening:
+        with self._changing:
             if key in self._suspects or len(self._suspects) >= _MAX_SUSPECTS:
                 return
             self._suspects.add(key)
@@ -346,11 +317,10 @@ class RedisBackend(ThreadPoolBackend, RedisAdmin):
     def _remove_if_damaged(self, key: bytes, nbytes: int) -> None:
         """Load a damaged value again; remove it unless only the transfer was at fault."""
         try:
-            if io := self._ready():
-                why = io.load(key, memoryview(bytearray(nbytes)), lambda request: None)
-                if why.startswith("corrupt_"):
-                    self.count("corrupt_removed")
-                    for node, _ in io.parts([key]):
-                        io.count(node, [key], b"UNLINK")
+            why = self._io.load(key, memoryview(bytearray(nbytes)), lambda request: None)
+            if why.startswith("corrupt_"):
+                self.count("corrupt_removed")
+                for node, _ in self._io.parts([key]):
+                    self._io.count(node, [key], b"UNLINK")
         finally:
             self._suspects.discard(key)

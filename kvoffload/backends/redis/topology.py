@@ -44,9 +44,7 @@ class Topology:
         self._is_closed = self._warned = False
         self._refresher = Background("kvoffload-redis-slots", self._refresh, lambda: None)
         self._is_cluster = access.target.kind == "cluster"
-        if access.target.kind:
-            self._refresher.wake()
-        else:
+        if not access.target.kind:
             self._refresh()
 
     @property
@@ -55,8 +53,9 @@ class Topology:
         return self._known.is_set() or self.is_failing
 
     def wait(self) -> None:
-        """Wait until the servers are known, at most for two connect timeouts."""
+        """Ask who the servers are, and wait for the answer, at most for two connect timeouts."""
         if not self.is_known:
+            self._refresher.wake()
             self._known.wait(2 * self._access.options.connect_timeout_s)
 
     def node(self, tag: bytes) -> Node | None:

@@ -21,6 +21,11 @@ def _quick(monkeypatch):
     monkeypatch.setattr(manifest_index, "EVERY_S", 0.05)
 
 
+@pytest.fixture
+def seldom(monkeypatch):
+    monkeypatch.setattr(manifest_index, "EVERY_S", 600)
+
+
 async def test_lookups_send_no_request_and_find_what_another_engine_stored(options, until):
     options["manifest"] = True
     one, two, keys = (*(open_backend("object", options, "n") for _ in range(2)), keys_of(6))
@@ -49,25 +54,27 @@ def bucket_of(options):
     return Bucket(ObjectOptions(**options), 5.0)
 
 
+@pytest.mark.usefixtures("seldom")
 def test_what_is_told_at_the_end_reaches_the_next_reader(options, until):
-    index = ManifestIndex(bucket_of(options), "a" * 16, 3600, every_s=600)
+    index = ManifestIndex(bucket_of(options), "a" * 16, 3600)
     index.add(b"key")
     index.close()
     index.join()
-    again = ManifestIndex(bucket_of(options), "a" * 16, 3600, every_s=600)
+    again = ManifestIndex(bucket_of(options), "a" * 16, 3600)
     until(lambda: again.is_complete)
     assert b"key" in again
     again.close()
     again.join()
 
 
+@pytest.mark.usefixtures("seldom")
 def test_foreign_and_old_manifests_are_passed_over(options, until):
     bucket, folder = bucket_of(options), f"manifests/{'a' * 16}"
     now = int(time.time() // 60)
     bucket.put(f"{folder}/{now:010d}-{'0' * 16}", [b"6b31\nzz\n\n6B\n" + b"6" * 999], replace=True)
     bucket.put(f"{folder}/{now - 100:010d}-{'1' * 16}", [b"6b32"], replace=True)
     bucket.put(f"{folder}/{now:010d}-other", [b"6b33"], replace=True)
-    index = ManifestIndex(bucket, "a" * 16, 3600, every_s=600)
+    index = ManifestIndex(bucket, "a" * 16, 3600)
     until(lambda: index.is_complete)
     assert (len(index), b"k1" in index) == (1, True)
     index.close()

@@ -12,10 +12,9 @@ import redis
 from kvoffload import open_backend
 from kvoffload.backends.base import ReadResult
 from kvoffload.backends.redis.circuit_breaker import CircuitBreaker
-from kvoffload.backends.redis.topology import Topology
 from kvoffload.testing.backends import CHUNK_BYTES, filled, keys_of, slots
 from tests.support.redis_engine import until
-from tests.support.redis_server import BINARY, MISSING, free_port
+from tests.support.redis_server import BINARY, MISSING
 
 pytestmark = pytest.mark.skipif(BINARY is None, reason=MISSING)
 RECONNECTS = 12
@@ -261,22 +260,3 @@ async def test_a_damaged_value_is_looked_at_again_though_no_thread_could_once(
         return await backend.contains(keys) == [False]
 
     await until(removed)
-
-
-async def test_a_close_ends_what_a_first_call_is_about_to_open(monkeypatch):
-    is_opening, may_open = threading.Event(), threading.Event()
-
-    class SlowTopology(Topology):
-        def __init__(self, *args):
-            is_opening.set()
-            assert may_open.wait(20)
-            super().__init__(*args)
-
-    monkeypatch.setattr("kvoffload.backends.redis.backend.Topology", SlowTopology)
-    url = f"redis+cluster://127.0.0.1:{free_port()}"
-    backend = open_backend("redis", {"url": url}, "node")
-    load = asyncio.ensure_future(backend.read(keys_of(1), slots(1)))
-    assert await asyncio.to_thread(is_opening.wait, 20)
-    threading.Timer(0.1, may_open.set).start()
-    await asyncio.wait_for(backend.close(), 10)
-    assert await load == [ReadResult.UNAVAILABLE]
