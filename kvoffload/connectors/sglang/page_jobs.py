@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from queue import SimpleQueue
 
-from kvoffload.connectors.sglang.staging_slots import LateSlots, Lease
+from kvoffload.connectors.sglang.staging_slots import Lease
 from kvoffload.io.deadlines import Listener
 
 
@@ -26,8 +26,8 @@ class PageJob(Listener):
         places: of its pages in the call.
         lease: their slots, released here once the server does not use them any more.
         news: tells the thread of the call.
-        late: counts its slots while the server uses them and no call waits for it any more.
-        tier: that carries it out.
+        tier: that carries it out. Its slots are late while the server uses them and no call waits
+            for the job any more.
     """
 
     def __init__(
@@ -35,13 +35,12 @@ class PageJob(Listener):
         places: Sequence[int],
         lease: Lease,
         news: "SimpleQueue[News]",
-        late: LateSlots,
         tier: str,
     ) -> None:
         self.places = places
         self.lease = lease
         self._news = news
-        self._late, self._tier = late, tier
+        self._tier = tier
         self._lock = threading.Lock()
         self._is_late = self._is_over = False
 
@@ -60,7 +59,7 @@ class PageJob(Listener):
         with self._lock:
             self._is_over, was_late = True, self._is_late
         if was_late:
-            self._late.add(self._tier, -len(self.places))
+            self.lease.staging.add_late(self._tier, -len(self.places))
         self.lease.release()
 
     def give_up(self) -> None:
@@ -68,4 +67,4 @@ class PageJob(Listener):
         with self._lock:
             if not (self._is_over or self._is_late):
                 self._is_late = True
-                self._late.add(self._tier, len(self.places))
+                self.lease.staging.add_late(self._tier, len(self.places))

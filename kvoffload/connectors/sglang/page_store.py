@@ -19,7 +19,7 @@ from kvoffload.config import OffloadConfig, human_bytes
 from kvoffload.connectors.sglang.page_figures import PageFigures
 from kvoffload.connectors.sglang.page_jobs import News, PageJob
 from kvoffload.connectors.sglang.page_lookup import PageLookup
-from kvoffload.connectors.sglang.staging_slots import LateSlots, Lease, StagingSlots
+from kvoffload.connectors.sglang.staging_slots import Lease, StagingSlots
 from kvoffload.connectors.tier_io import TierIO
 from kvoffload.errors import ConfigError
 from kvoffload.identity import Fact
@@ -78,12 +78,11 @@ class PageStore:
             raise ConfigError("backends", [], "must name a tier")
         self._client = self._io.client
         self._tiers = list(self._client.tiers.values())
-        self._staging = staging = StagingSlots(num_slots)
+        self._staging = staging = StagingSlots(num_slots, len(self._tiers))
         # A call that hangs keeps the slots of its job, so a job has a small part of them.
         few, most = max(1, MOST_STORE_BYTES // slot_bytes), num_slots // 8
         self._pages_per_load = max(PAGES_PER_JOB, min(LOAD_BYTES // slot_bytes, most))
         self._pages_per_store = min(few, max(PAGES_PER_JOB, min(STORE_BYTES // slot_bytes, most)))
-        self._late = LateSlots(max(1, num_slots // (2 * len(self._tiers))))
         self.figures = PageFigures(self._client, tokens_of, lambda: staging.num_busy * slot_bytes)
         """What became of pages."""
         self._lookup = PageLookup(self._tiers, config.lookup_timeout_s, asks=asks)
@@ -174,12 +173,12 @@ class PageStore:
         running: set[PageJob] = set()
         listing = tier.listing
         while left or running:
-            if left and self._late.is_full(tier.name):
+            if left and self._staging.are_late(tier.name):
                 self.figures.lose("load", "hung", len(left))
                 left.clear()
             until = 0.0 if running else until_s
             if left and (lent := self._lend(left, until, storing=False)):
-                job = PageJob(*lent, news, self._late, tier.name)
+                job = PageJob(*lent, news, tier.name)
                 running.add(job)
                 asked = [keys[i] for i in job.places]
                 told_sizes = _shortened([sizes[i] for i in job.places])
@@ -284,12 +283,12 @@ class PageStore:
         with self._changing:
             begun, is_barred = set[PageJob](), num_bars != self._num_bars
             for tier in self._tiers:
-                if is_barred or self._late.is_full(tier.name):
+                if is_barred or self._staging.are_late(tier.name):
                     lease.release()
                     if not is_barred:
                         self.figures.lose("store", "hung", len(asked))
                     continue
-                begun.add(each := PageJob(places, lease, news, self._late, tier.name))
+                begun.add(each := PageJob(places, lease, news, tier.name))
                 order = Store(0, tier.name, asked, list(lease.slots), told_sizes)
                 self._client.begin(order, each)
         if is_barred:

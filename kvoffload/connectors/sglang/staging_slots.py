@@ -9,14 +9,19 @@ from collections.abc import Sequence
 class StagingSlots:
     """Lends slots to several threads. Stores get at most a half, so that loads find some.
 
+    It counts the slots that calls of tiers still use, though their jobs have ended.
+
     Args:
         num_slots: of the slab.
+        num_tiers: that chunks are stored on.
     """
 
-    def __init__(self, num_slots: int) -> None:
+    def __init__(self, num_slots: int, num_tiers: int) -> None:
         self._num_slots = num_slots
         self._free = list(range(num_slots))
         self._for_stores = max(1, num_slots // 2)
+        self._most_late = max(1, num_slots // (2 * num_tiers))
+        self._late: Counter[str] = Counter()
         self._changed = threading.Condition()
 
     @property
@@ -45,27 +50,14 @@ class StagingSlots:
                 self._for_stores += len(slots)
             self._changed.notify_all()
 
+    def add_late(self, tier: str, number: int) -> None:
+        """Add slots that late calls of a tier use, or take some off; on any thread."""
+        with self._changed:
+            self._late[tier] += number
 
-class LateSlots:
-    """Counts the slots that calls of tiers still use, though their jobs have ended.
-
-    Args:
-        most: for each tier. A tier with as many gets no job until some of its calls return.
-    """
-
-    def __init__(self, most: int) -> None:
-        self._most = most
-        self._counts: Counter[str] = Counter()
-        self._lock = threading.Lock()
-
-    def add(self, tier: str, number: int) -> None:
-        """Add slots of a tier, or take some off; on any thread."""
-        with self._lock:
-            self._counts[tier] += number
-
-    def is_full(self, tier: str) -> bool:
-        """Whether the late calls of a tier keep its share."""
-        return self._counts[tier] >= self._most
+    def are_late(self, tier: str) -> bool:
+        """Whether late calls keep a tier's share: it gets no job until some of them return."""
+        return self._late[tier] >= self._most_late
 
 
 class Lease:
@@ -82,7 +74,7 @@ class Lease:
         self, staging: StagingSlots, slots: Sequence[int], holders: int, *, storing: bool
     ) -> None:
         self.slots = slots
-        self._staging = staging
+        self.staging = staging
         self._holders = holders
         self._storing = storing
         self._lock = threading.Lock()
@@ -93,4 +85,4 @@ class Lease:
             self._holders -= 1
             is_last = not self._holders
         if is_last:
-            self._staging.give(self.slots, storing=self._storing)
+            self.staging.give(self.slots, storing=self._storing)
