@@ -8,9 +8,10 @@ import logging
 import os
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from socket import SHUT_RDWR, socket
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 from weakref import WeakSet
 
 import msgspec
@@ -105,20 +106,39 @@ class Orders:
             order.ended.set()
 
 
-class Operated(Protocol):
-    """What an operator may ask an engine; called on the server's thread."""
+class Operated(ABC):
+    """An engine of which operators ask; what they ask is called on the server's thread."""
 
+    def __init__(self) -> None:
+        self.orders = Orders()
+        """Those that the engine's thread carries out."""
+        self._server: ControlServer | None = None
+
+    def serve(self, is_wanted: bool) -> None:
+        """Open a control socket; the engine goes on without one, and the log says why."""
+        if is_wanted and is_supported():
+            try:
+                self._server = ControlServer(self)
+            except (OSError, ConfigError) as error:
+                text = "kvoffload cache cannot ask this engine: it has no control socket: %s"
+                log.warning(text, error)
+
+    def close(self) -> None:
+        """Close the control socket. Idempotent."""
+        if self._server is not None:
+            self._server.close()
+
+    @abstractmethod
     def facts(self) -> EngineFacts:
         """Return what the engine is."""
-        ...
 
+    @abstractmethod
     def lookup(self, token_ids: list[int], salt: str) -> Work[Found]:
         """Return the steps that find a prompt; raises :class:`Refused`."""
-        ...
 
+    @abstractmethod
     def clear(self, tier: str) -> Work[str]:
         """Return the steps that empty a tier; they end with what is wrong, "" for nothing."""
-        ...
 
 
 class ControlServer:
@@ -126,14 +146,13 @@ class ControlServer:
 
     Args:
         engine: carries out the orders.
-        orders: where the engine's thread takes them.
 
     Raises:
         OSError, ConfigError: there is no place for the socket.
     """
 
-    def __init__(self, engine: Operated, orders: Orders) -> None:
-        self._engine, self.orders = engine, orders
+    def __init__(self, engine: Operated) -> None:
+        self._engine = engine
         self._folder, self._sock, self._name = _listen()
         self._user = os.geteuid()
         self._thread = threading.Thread(target=self._run, name="kvoffload-control", daemon=True)
@@ -176,13 +195,14 @@ class ControlServer:
         facts = self._engine.facts()
         if isinstance(question, Lookup):
             work = self._engine.lookup(question.token_ids, question.salt)
-            return Answer(engine=facts, found=self.orders.carry_out(work, ORDER_S / 2))
+            return Answer(engine=facts, found=self._engine.orders.carry_out(work, ORDER_S / 2))
         if isinstance(question, Clear):
             if question.tier and question.tier not in facts.tiers:
                 known = ", ".join(facts.tiers)
                 raise Refused(f"there is no tier {question.tier!r}; tiers: {known}")
             log.warning("an operator clears %s", question.tier or "all tiers")
-            wrong = self.orders.carry_out(self._engine.clear(question.tier), ORDER_S / 2)
+            work_of_clear = self._engine.clear(question.tier)
+            wrong = self._engine.orders.carry_out(work_of_clear, ORDER_S / 2)
             return Answer(error=wrong, engine=facts)
         return Answer(engine=facts)
 
@@ -217,17 +237,6 @@ def _listen() -> tuple[Folder, socket, str]:
             folder.close()
             failure = failure or error
     raise failure or OSError("there is no folder")
-
-
-def serve_operators(is_wanted: bool, engine: Operated, orders: Orders) -> ControlServer | None:
-    """Open an engine's control socket; an engine goes on without one, and the log says why."""
-    if not is_wanted or not is_supported():
-        return None
-    try:
-        return ControlServer(engine, orders)
-    except (OSError, ConfigError) as error:
-        log.warning("kvoffload cache cannot ask this engine: it has no control socket: %s", error)
-        return None
 
 
 def _forget_inherited() -> None:

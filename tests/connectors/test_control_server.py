@@ -13,7 +13,7 @@ import pytest
 
 from kvoffload.connectors import control_server
 from kvoffload.connectors.cache_lookup import PORTION, KeyedGroup, look_up
-from kvoffload.connectors.control_server import ControlServer, Orders, Refused, serve_operators
+from kvoffload.connectors.control_server import ControlServer, Operated, Orders, Refused
 from kvoffload.control import (
     Clear,
     Describe,
@@ -29,10 +29,11 @@ from kvoffload.messages import make_offload_key
 pytestmark = pytest.mark.skipif(not hasattr(socket, "SO_PEERCRED"), reason="needs Linux")
 
 
-class Stub:
+class Stub(Operated):
     """An engine whose orders take some steps."""
 
     def __init__(self, steps=3):
+        super().__init__()
         self.steps, self.cleared = steps, []
 
     def facts(self):
@@ -59,8 +60,8 @@ class Engine:
     """An engine that steps on a thread of its own, unless it hangs."""
 
     def __init__(self, stub, hangs=False):
-        self.orders, self._stop = Orders(), False
-        self.server = ControlServer(stub, self.orders)
+        self.orders, self._stop = stub.orders, False
+        self.server = ControlServer(stub)
         self._thread = threading.Thread(target=self._run)
         if not hangs:
             self._thread.start()
@@ -157,7 +158,9 @@ def test_a_folder_that_others_made_is_refused(run, tmp_path, squat, caplog, monk
     else:
         run.write_text("")
     monkeypatch.setattr(control_server, "folders", lambda: [str(run)])
-    assert serve_operators(True, Stub(), Orders()) is None
+    stub = Stub()
+    stub.serve(True)
+    assert stub._server is None
     assert "must be your folder with mode 0700" in caplog.text
     with pytest.raises(ConfigError, match="must be your folder"):
         Folder(str(run))
@@ -179,7 +182,8 @@ def test_the_next_folder_is_taken_where_the_first_is_refused(run, tmp_path, monk
     both = [str(run), str(tmp_path / "second")]
     monkeypatch.setattr(control_server, "folders", lambda: both)
     monkeypatch.setattr("kvoffload.control.folders", lambda: both)
-    server = serve_operators(True, Stub(), Orders())
+    server = Stub()
+    server.serve(True)
     assert [each.folder for each in engine_sockets()] == both[1:]
     server.close()
 
@@ -188,7 +192,8 @@ def test_a_long_path_is_no_limit(tmp_path, monkeypatch):
     deep = tmp_path / ("d" * 120) / ("e" * 120)
     deep.mkdir(parents=True)
     monkeypatch.setenv("KVOFFLOAD_RUNTIME_DIR", str(deep))
-    server = serve_operators(True, Stub(), Orders())
+    server = Stub()
+    server.serve(True)
     (sock,) = engine_sockets()
     assert sock.ask(Describe()).engine.model == "a model"
     server.close()
@@ -198,8 +203,8 @@ CHILD = """
 import os, sys, time
 sys.path.insert(0, "tests/connectors")
 from test_control_server import Stub
-from kvoffload.connectors.control_server import Orders, serve_operators
-server = serve_operators(True, Stub(), Orders())
+server = Stub()
+server.serve(True)
 is_engine = sys.argv[1] == "alone" or os.fork()
 if not is_engine:
     server.close()  # as a worker that ends

@@ -136,7 +136,7 @@ class LocalConnector:
             self._transfers = Transfers(*parts, self._spans)
             self._metrics = serve_metrics(self.config, self._samples)
             seen = self._transfers, self._groups, hasher, str(facts.get("model", ""))
-            self._operators = LocalOperators(self.config, self._spec, self._manager, *seen)
+            self._operators = LocalOperators(self._spec, self._manager, *seen)
         except BaseException:
             self._spec.close()
             if self._spans is not None:

@@ -3,10 +3,9 @@
 import os
 from collections.abc import Iterator
 
-from kvoffload.config import OffloadConfig
 from kvoffload.connectors.builder import TieredOffloadingSpec
 from kvoffload.connectors.cache_lookup import KeyedGroup, look_up
-from kvoffload.connectors.control_server import Orders, Refused, serve_operators
+from kvoffload.connectors.control_server import Operated, Refused
 from kvoffload.connectors.local.chunking import ChunkGroups
 from kvoffload.connectors.local.transfers import Transfers
 from kvoffload.control import HOST, EngineFacts, Found
@@ -16,12 +15,11 @@ from kvoffload.offload.base import Manager, OffloadKey
 _LONGEST_NAME = 80
 
 
-class LocalOperators:
+class LocalOperators(Operated):
     """Carries out operators' orders, in the engine's calls of ``poll``.
 
     Args:
-        config: the settings.
-        spec: has the stores.
+        spec: has the stores, and the settings.
         manager: decides.
         transfers: in flight.
         groups: of the chunks.
@@ -31,7 +29,6 @@ class LocalOperators:
 
     def __init__(
         self,
-        config: OffloadConfig,
         spec: TieredOffloadingSpec,
         manager: Manager,
         transfers: Transfers,
@@ -39,18 +36,13 @@ class LocalOperators:
         hasher: BlockHasher | None,
         model: str,
     ) -> None:
-        self._config = config
+        super().__init__()
+        self._config = spec.config
         self._spec, self._manager, self._transfers = spec, manager, transfers
         self._groups = groups
         self._hasher = hasher
         self._model = model[:_LONGEST_NAME]
-        self.orders = Orders()
-        self._server = serve_operators(config.control_socket, self, self.orders)
-
-    def close(self) -> None:
-        """Close the control socket."""
-        if self._server is not None:
-            self._server.close()
+        self.serve(self._config.control_socket)
 
     # ---- on the server's thread ----
 

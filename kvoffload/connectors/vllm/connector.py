@@ -91,7 +91,7 @@ class KVOffloadConnector(OffloadingConnector):  # type: ignore[misc]  # untyped 
                 spec, settings, vllm_config, kv_cache_config
             )
             wake_for_operators()
-            self.connector_scheduler.operators.serve()
+            self.connector_scheduler.operators.serve(settings.control_socket)
         else:
             check_memory_of_ranks(settings, vllm_config.parallel_config.local_world_size)
             self.connector_worker = KVOffloadWorker(spec, settings, vllm_config, kv_cache_config)

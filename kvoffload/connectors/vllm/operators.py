@@ -18,7 +18,7 @@ from vllm.v1.kv_offload.base import make_offload_key
 from vllm.v1.request import Request
 
 from kvoffload.connectors.cache_lookup import KeyedGroup, look_up
-from kvoffload.connectors.control_server import ControlServer, Orders, Refused, serve_operators
+from kvoffload.connectors.control_server import Operated, Refused
 from kvoffload.connectors.tier_io import tier_names
 from kvoffload.connectors.vllm.engine_weights import our_connectors
 from kvoffload.control import HOST, EngineFacts, Found
@@ -28,7 +28,7 @@ BLOCKS_AT_ONCE = 32
 NEXT_BLOCKS_S = 0.0005
 
 
-class Operators:
+class Operators(Operated):
     """Carries out operators' orders.
 
     Args:
@@ -37,19 +37,14 @@ class Operators:
     """
 
     def __init__(self, half: Any, vllm_config: Any) -> None:
+        super().__init__()
         self._half = half
         self._vllm_config = vllm_config
-        self.orders = Orders()
         self.emptied: tuple[str, str] | None = None
         """The workers' order to empty stores: its name and a tier, as their message has it."""
         self._answers: dict[int, str] = {}
         """Rank → what is wrong with the stores that it was to empty last, "" for nothing."""
         self._name = ""
-        self._server: ControlServer | None = None
-
-    def serve(self) -> None:
-        """Open the control socket."""
-        self._server = serve_operators(self._half.settings.control_socket, self, self.orders)
 
     def take_emptied(self) -> tuple[str, str] | None:
         """Return what the workers are to empty with this step."""
@@ -61,11 +56,6 @@ class Operators:
         self._answers |= {
             rank: wrong for rank, (name, wrong) in answers.items() if name == self._name
         }
-
-    def close(self) -> None:
-        """Close the control socket."""
-        if self._server is not None:
-            self._server.close()
 
     # ---- on the server's thread ----
 
