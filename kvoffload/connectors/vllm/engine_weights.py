@@ -237,7 +237,6 @@ class Generations:
         self.were_loaded = False
         """Whether a worker has counted an update that no order had told it of."""
         self._may_have_chunks = True
-        self._is_wanted = False
 
     def take_loaded(self) -> None:
         """Take in an update that a worker has counted; its loads bring nothing until an order."""
@@ -246,18 +245,11 @@ class Generations:
     def begin(self) -> None:
         """Give the tiers a new namespace, unless this one has no chunks."""
         half = self._half
-        if half.waits_for_workers:
-            self._is_wanted = True  # once the workers are known
-        elif self._may_have_chunks:
-            self._may_have_chunks = self._is_wanted = False
+        if self._may_have_chunks:
+            self._may_have_chunks = False
             self.order = uuid.uuid4().hex
             half.tiers.renew(self.order)
             half.adapter.manager.replace_tiers(half.tiers.tiers)
-
-    def met_workers(self) -> None:
-        """Begin what was wanted before the workers were known."""
-        if self._is_wanted:
-            self.begin()
 
     def take_order(self, stores: bool) -> str | None:
         """Return a generation for the workers, before the stores of this step."""

@@ -32,6 +32,7 @@ class RankTiers:
         config: the settings.
         ranks: the numbers of all ranks.
         listed: the tiers whose stores list their chunks; workers ask the rest.
+        generation: by which the workers have opened their stores, or will; "" for none.
         clock: seconds, monotonic.
     """
 
@@ -40,6 +41,7 @@ class RankTiers:
         config: OffloadConfig,
         ranks: Sequence[int],
         listed: Collection[str],
+        generation: str = "",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._config = config
@@ -48,14 +50,14 @@ class RankTiers:
         self._clock = clock
         self._down: dict[int, frozenset[str]] = {}
         """Rank → its tiers that cannot be asked."""
-        self.renew("")
+        self.renew(generation)
 
     def renew(self, generation: str) -> None:
         """Begin with empty tiers: stored bytes mean something else from now on.
 
         Reports of stores that were opened before do not count.
         """
-        self._generation = generation
+        self.generation = generation
         self._indexes: dict[str, TierIndex] = {}
         self._asked: dict[str, AskedTier] = {}
         config = self._config
@@ -82,7 +84,7 @@ class RankTiers:
         """Take in what workers report of their stores."""
         for part in parts:
             index = self._indexes.get(part.tier)
-            if index is None or part.generation != self._generation:
+            if index is None or part.generation != self.generation:
                 continue
             self._heard_s = self._clock()
             if part.is_first:
@@ -92,7 +94,7 @@ class RankTiers:
                 index.completed(part.rank)
         for answer in answers:
             asked = self._asked.get(answer.tier)
-            if asked is not None and answer.generation == self._generation:
+            if asked is not None and answer.generation == self.generation:
                 asked.answer(answer.number, answer.present)
 
     @property

@@ -110,7 +110,8 @@ class KVOffloadScheduler(OffloadingConnectorScheduler):  # type: ignore[misc]  #
         first_slot = max(rank.first_slot for rank in ranks)
         num_slots = min(rank.num_slots for rank in ranks)
         listed = frozenset.intersection(*(rank.listed for rank in ranks))
-        self.tiers = RankTiers(self.settings, [rank.rank for rank in ranks], listed)
+        numbers, generation = [rank.rank for rank in ranks], self.tiers.generation
+        self.tiers = RankTiers(self.settings, numbers, listed, generation)
         slot_bytes = max(rank.slot_bytes for rank in ranks)
         payloads = {rank.payload_bytes for rank in ranks}
         if len(payloads) > 1:
@@ -132,7 +133,6 @@ class KVOffloadScheduler(OffloadingConnectorScheduler):  # type: ignore[misc]  #
         self.adapter.attach(manager, host.num_slots)
         self._table = JobTable(manager, len(ranks), self._spans)
         self.waits_for_workers = False
-        self.generations.met_workers()
         for status in self._req_status.values():
             if not (status.req.is_finished() or status.req.num_computed_tokens):
                 self._queue(status)

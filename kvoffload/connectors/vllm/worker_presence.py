@@ -76,9 +76,8 @@ class WorkerPresence:
         self._generation = ""
         self.listed = frozenset(name for name, tier in tiers.items() if tier.is_listed)
         """The tiers whose chunks are reported; the scheduler asks about the rest."""
-        self._listings: dict[str, int] = {}
-        """For each tier, the number of the listing that was reported of last."""
-        self._completed: set[str] = set()
+        self._told: dict[str, tuple[int, bool]] = {}
+        """For each tier, the number of the listing that was reported of last; whether all of it."""
         self._down = frozenset[str]()
         """The tiers that were last reported as down."""
         self._questions: list[_Asked] = []
@@ -90,8 +89,7 @@ class WorkerPresence:
     def renew(self, generation: str) -> None:
         """Report of the stores that were opened by this order to renew from now on."""
         self._generation = generation
-        self._listings.clear()
-        self._completed.clear()
+        self._told.clear()
 
     def take_down(self) -> frozenset[str] | None:
         """Return the tiers that cannot be asked now; None if they are those of the last call."""
@@ -109,21 +107,19 @@ class WorkerPresence:
         """Return the next changes of a tier; None if there is nothing to say."""
         tier = self._tiers[name]
         listing, is_complete = tier.listing, tier.is_complete
-        is_known = self._listings.get(name) == listing and is_complete == (name in self._completed)
-        if is_known and not tier.has_changes:
+        told, was_complete = self._told.get(name, (None, False))
+        if (told, was_complete) == (listing, is_complete) and not tier.has_changes:
             return None
         part = IndexPart(self._rank, name, self._generation)
-        if self._listings.get(name) != listing:
-            # The first listing, or the tier's server was started again: all of it is told again.
-            self._listings[name], part.is_first = listing, True
-            self._completed.discard(name)
+        # The first listing, or the tier's server was started again: all of it is told again.
+        part.is_first = told != listing
         changes = tier.take_changes(MAX_CHANGES)
         for key, present in changes:
             (part.added if present else part.removed).append(key)
         part.is_complete = is_complete and len(changes) < MAX_CHANGES
-        is_news = part.is_first or (part.is_complete and name not in self._completed)
-        if part.is_complete:
-            self._completed.add(name)
+        is_news = part.is_first or (part.is_complete and not was_complete)
+        is_told = part.is_complete or (was_complete and not part.is_first)
+        self._told[name] = listing, is_told
         return part if changes or is_news else None
 
     def ask(self, questions: Mapping[str, PresenceQuery]) -> None:

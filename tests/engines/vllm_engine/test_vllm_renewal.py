@@ -165,7 +165,7 @@ def test_a_reset_right_after_an_operators_clear_leaves_nothing(settings, monkeyp
     orders.emptied = half.operators.take_emptied()
     orders.generation = half.generations.take_order(False)
     assert orders.emptied
-    assert orders.generation == half.tiers._generation
+    assert orders.generation == half.tiers.generation
     worker.handle_preemptions(orders)
     until(lambda: io.outcome == "")
     assert not worker._spec.tiers["disk"].holds(KEYS[0])
@@ -190,4 +190,4 @@ def test_a_clear_waits_for_a_reset_that_workers_have_yet_to_hear_of(settings, mo
     assert half.operators.emptied is None
     assert half.generations.take_order(False)
     assert next(clear) is None
-    assert half.operators.emptied[0] == half.tiers._generation
+    assert half.operators.emptied[0] == half.tiers.generation
