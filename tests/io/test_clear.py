@@ -6,7 +6,7 @@ import threading
 import pytest
 
 from kvoffload.errors import ConfigError
-from kvoffload.io.protocol import Store
+from kvoffload.io.protocol import Load, Store
 from kvoffload.testing.backends import keys_of
 from kvoffload.testing.faults import Plan
 from tests.support.disk_chunks import stored_in
@@ -111,7 +111,7 @@ def test_a_store_of_before_that_may_come_after_the_removal_is_said(
 def test_a_load_of_before_that_hangs_stores_nothing_later(rig, planned, until, listener):
     client = rig.open(("planned", "planned", planned.options))
     planned.set(process=Process("stubborn", 60.0))
-    client.load("planned", KEYS, range(4), 4096, listener)
+    client.begin(Load(0, "planned", KEYS, list(range(4)), 4096), listener)
     rig.store(client, "planned", keys_of(1, "later"), until)  # so the load has begun
     clear(client)
     assert not listener.answers
