@@ -15,7 +15,6 @@ import time
 from collections.abc import Callable, Collection, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from itertools import chain
 from typing import Any
 
 from msgspec import DecodeError
@@ -25,6 +24,7 @@ from kvoffload.backends.log_rate import Throttle
 from kvoffload.errors import ConfigError
 from kvoffload.io.chunk_jobs import ChunkJobs, Moved, same_length
 from kvoffload.io.cold_start import explain_cold_start
+from kvoffload.io.engine_queue import EngineQueue
 from kvoffload.io.open_stores import (
     CLOSE_S,
     KEYS_PER_MESSAGE,
@@ -137,14 +137,7 @@ class Session:
         self._num_keys = 0
         """Those of orders and questions that have not ended, and some for each of these."""
         self._refused = Throttle(log)
-        self._awaited: dict[int, list[bytes]] = {}
-        """Request in the engine's queue → chunks that it needs."""
-        self._num_awaited = 0
-        """Those chunks, and a further one for each request."""
-        self._is_to_spare = False
-        """Whether stores will soon be told of a change of that."""
-        self._spare_s = 0.0
-        """How long that took the last time."""
+        self.queue = EngineQueue(most_keys, self._spare)
         self._tasks: dict[asyncio.Task[Any], int] = {}
         """Each with its part of the number of keys."""
         self._telling: set[asyncio.Task[Any]] = set()
@@ -237,9 +230,7 @@ class Session:
                 if store := self._stores.get(message.tier):
                     self._spawn(store.backend.remove(message.keys), _cost(message))
             case Await():
-                for number, keys in message.requests:
-                    self._await(number, keys)
-                self._spare_soon()
+                self.queue.take(message)
             case Expect() if self._wanted is not None:
                 for store in self._stores.values():
                     store.expect(message.returns, self._wanted.hint_share)
@@ -353,8 +344,8 @@ class Session:
             await close_stores([store], CLOSE_S)
             return
         self._stores[store.name] = store
-        if self._awaited:  # at once: jobs that waited for the store may evict
-            store.spare(self._needed())
+        if self.queue.needs:  # at once: jobs that waited for the store may evict
+            store.spare(self.queue.keys())
         told = TierOpened(store.name, store.index is not None, store.is_shared)
         self.send(Opened(wanted.number, [told], remains))
         # The engine waits for a first word of each store.
@@ -376,30 +367,9 @@ class Session:
 
     # ---- what stores have ----
 
-    def _await(self, number: int, keys: list[bytes]) -> None:
-        """Note what a request needs; what is too much is evicted as usual."""
-        if before := self._awaited.pop(number, None):
-            self._num_awaited -= len(before) + 1
-        if keys and self._num_awaited + len(keys) < self._most_keys:
-            self._awaited[number] = keys
-            self._num_awaited += len(keys) + 1
-
-    def _spare_soon(self) -> None:
-        if not self._is_to_spare:
-            self._is_to_spare = True
-            # A long queue takes a tenth of the loop's time, and no more.
-            self.loop.call_later(max(CHANGES_S, 9 * self._spare_s), self._spare)
-
-    def _spare(self) -> None:
-        """Tell all stores at once of the changes of a while."""
-        begun_s, self._is_to_spare = self.loop.time(), False
-        needed = self._needed()
+    def _spare(self, needed: Collection[bytes]) -> None:
         for store in self._stores.values():
             store.spare(needed)
-        self._spare_s = self.loop.time() - begun_s
-
-    def _needed(self) -> frozenset[bytes]:
-        return frozenset(chain.from_iterable(self._awaited.values()))
 
     def _before_answer(self, order: Load | Store, store: OpenStore, ok: Sequence[int]) -> None:
         """Tell what a job changed, so that it is known when the job is answered."""

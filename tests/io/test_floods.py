@@ -143,7 +143,7 @@ async def test_questions_and_removals_beyond_the_bound_reach_no_store(engines):
 
 async def test_the_queue_of_an_engine_is_kept_up_to_the_bound(engines):
     engine = await engines(most=10)
-    kept = engine.session._awaited
+    kept = engine.session.queue.needs
     most = 10 * (KEYS_PER_TASK + 1) // 2
     await engine.send(Await([(number, [KEY]) for number in range(1000)]), *loads([1]))
     await engine.send(Cancel(1))

@@ -5,8 +5,8 @@ import signal
 
 import pytest
 
+from kvoffload.io import engine_queue
 from kvoffload.io import link as io_link
-from kvoffload.io import server as io_server
 from kvoffload.io.protocol import Await
 from kvoffload.policies.told_return import ToldReturn
 from kvoffload.testing.backends import keys_of
@@ -44,7 +44,7 @@ def test_a_store_that_opens_again_knows_it_before_anything_is_stored(
 ):
     needed = keys_of(3)
     thread_rig.store(client, "disk", needed, until)
-    monkeypatch.setattr(io_server, "CHANGES_S", 3600.0)
+    monkeypatch.setattr(engine_queue, "PAUSE_S", 3600.0)
     client.awaits([(1, needed)])
     client.renew(client.opening.namespace, {}, [])
     until(lambda: client.tiers["disk"].is_complete)
@@ -101,7 +101,7 @@ def test_what_a_clogged_link_could_not_tell_is_told_later(client, until, monkeyp
         client.awaits([(2, [])])
     client.awaits([(3, keys_of(4)), (4, keys_of(5))])
     needed = {1: keys_of(1), 3: keys_of(4), 4: keys_of(5)}
-    until(lambda: client._peer.session._awaited == needed)
+    until(lambda: client._peer.session.queue.needs == needed)
     client.awaits([(number, []) for number in needed])
-    until(lambda: not client._peer.session._awaited)
+    until(lambda: not client._peer.session.queue.needs)
     assert all(len(told.requests) == 1 for told in taken if isinstance(told, Await))

@@ -1,13 +1,14 @@
 """The operators' commands on a root: examined from outside, without opening a backend on it."""
 
 from collections.abc import Callable, Mapping
+from contextlib import closing
 from typing import Any, TypeVar
 
 from kvoffload.backends.admin import Finding
 from kvoffload.backends.disk.admin import DiskAdmin
 from kvoffload.backends.disk.inspector import DiskInspector
 from kvoffload.backends.folder.doctor import OTHER_MOUNT, diagnose
-from kvoffload.backends.folder.inspection import inspected
+from kvoffload.backends.folder.inspection import FolderInspector
 from kvoffload.backends.folder.options import FolderOptions
 from kvoffload.backends.folder.seal import read_secret
 from kvoffload.backends.key_files import ENCRYPTION, read_encryption, without
@@ -42,5 +43,5 @@ class FolderAdmin(DiskAdmin):
         return await diagnose(self._options, self._other_mount, self._encryption)
 
     def _work(self, work: Callable[[DiskInspector], T]) -> T:
-        with inspected(self._options.root, self._signature) as found:
+        with closing(FolderInspector(self._options.root, self._signature)) as found:
             return work(found)

@@ -169,10 +169,3 @@ class FolderInspector(DiskInspector):
 
     def _release(self, allocated_bytes: int) -> None:
         """Do nothing: the evictor finds the bytes of removed files free at its next scan."""
-
-
-@contextlib.contextmanager
-def inspected(root: str, signature: SecretSeal | None) -> Iterator[FolderInspector]:
-    """Open a root; ConfigError: see the constructor."""
-    with contextlib.closing(FolderInspector(root, signature)) as found:
-        yield found

@@ -42,7 +42,6 @@ class HostRecord(Record, frozen=True, kw_only=True):
 
     host: str
     pid: int
-    capacity_bytes: int
     stored_bytes: int
     limit_bytes: int
     """What it may store until it is told more, by the lease that it has read."""

@@ -145,7 +145,6 @@ class Housekeeper:
         record = HostRecord(
             host=socket.gethostname(),
             pid=os.getpid(),
-            capacity_bytes=self._capacity_bytes,
             stored_bytes=room.stored_bytes,
             limit_bytes=room.limit_bytes,
             largest_bytes=room.largest_bytes,

@@ -30,7 +30,7 @@ A_LEASE = LeaseRecord(
     limits={},
 )  # fmt: skip
 A_HOST = HostRecord(
-    host="h", pid=1, capacity_bytes=1, stored_bytes=1, limit_bytes=1, largest_bytes=1,
+    host="h", pid=1, stored_bytes=1, limit_bytes=1, largest_bytes=1,
     out_of_space=0,
 )  # fmt: skip
 ERRORS = (errno.ESTALE, errno.EIO, errno.EDQUOT, errno.ENOSPC, errno.EACCES, errno.ENOTCONN)

@@ -188,7 +188,7 @@ async def test_a_process_that_joins_during_a_scan_keeps_its_limit_and_its_bytes(
     told = {"holder": "", "host": "", "capacity_bytes": 1 << 30, "resident_bytes": 0}
     told |= {"unsure_bytes": 1, "newcomer_bytes": 0, "counted": {}, "limits": {}}
     evictor.begin(LeaseRecord(**told), is_new=False)  # unsure: it scans in its first turn
-    own = {"host": "h", "pid": 1, "capacity_bytes": 1 << 30, "stored_bytes": 1000}
+    own = {"host": "h", "pid": 1, "stored_bytes": 1000}
     joined = HostRecord(**own, limit_bytes=5000, largest_bytes=100, out_of_space=0)
     evictor.turn({"new": (joined, 0.0)})
     assert evictor.scans == 1

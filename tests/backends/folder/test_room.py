@@ -217,7 +217,7 @@ async def test_a_mount_that_frees_room_late_is_not_emptied_meanwhile(tmp_path, m
     evictor = Evictor(vfs, str(root), Records(vfs, str(root), "test"), 1 << 30, print)
     evictor.begin(None, is_new=False)
     host = HostRecord(
-        host="h", pid=1, capacity_bytes=1 << 30, stored_bytes=0, limit_bytes=0,
+        host="h", pid=1, stored_bytes=0, limit_bytes=0,
         largest_bytes=ON_DISK, out_of_space=0,
     )  # fmt: skip
 
@@ -245,7 +245,7 @@ async def test_who_takes_over_evicts_nothing_for_failures_of_before(tmp_path):
     vfs = Vfs()
     evictor = Evictor(vfs, str(root), Records(vfs, str(root), "test"), 1 << 30, print)
     host = HostRecord(
-        host="h", pid=1, capacity_bytes=1 << 30, stored_bytes=0, limit_bytes=0,
+        host="h", pid=1, stored_bytes=0, limit_bytes=0,
         largest_bytes=ON_DISK, out_of_space=5,
     )  # fmt: skip
     for failures in (5, 9):  # it takes over a second time, after another process evicted
@@ -298,7 +298,7 @@ async def test_an_eviction_whose_order_is_used_up_waits_for_the_next_listing_onl
     writer = open_folder(root)
     evictor.begin(None, is_new=True)
     host = HostRecord(
-        host="h", pid=1, capacity_bytes=1 << 30, stored_bytes=0, limit_bytes=0,
+        host="h", pid=1, stored_bytes=0, limit_bytes=0,
         largest_bytes=ON_DISK, out_of_space=0,
     )  # fmt: skip
     evictor.turn({"writer": (host, 0.0)})

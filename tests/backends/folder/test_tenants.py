@@ -144,7 +144,7 @@ async def test_headers_are_read_while_the_folder_fills(tmp_path, share, scans):
     await stored(tmp_path / "kv", (A, 10))
     evictor = evictor_of(tmp_path / "kv", share, capacity=ROOMY)
     turn(evictor, 2)
-    told = {"host": "h", "pid": 1, "capacity_bytes": ROOMY, "limit_bytes": 0, "largest_bytes": 1}
+    told = {"host": "h", "pid": 1, "limit_bytes": 0, "largest_bytes": 1}
     for chunks in range(0, 20, 2):
         record = HostRecord(**told, out_of_space=0, stored_bytes=chunks * ON_DISK)
         turn(evictor, hosts={"h": (record, 0.0)})
