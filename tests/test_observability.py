@@ -38,6 +38,16 @@ def test_each_metric_that_is_queried_is_in_the_list(text):
     assert named <= SCRAPED | set(LISTED)
 
 
+def test_each_engine_can_be_chosen_in_the_dashboard():
+    """Under SGLang, one whose tier is a bucket has no resident bytes and no capacity."""
+    variables = BOARD["templating"]["list"]
+    (query,) = [each["query"] for each in variables if each["name"] == "instance"]
+    named = set(re.findall(r"kvoffload_\w+", query))
+    assert named <= set(LISTED)
+    assert {name for name in named if "absent" not in LISTED[name].text} == {"kvoffload_tier_up"}
+    assert "kvoffload_capacity_bytes" in named  # of the server of a host, and of host memory alone
+
+
 def test_each_alert_has_its_section_and_each_section_its_parts():
     assert len(ALERTS) == 13
     for alert in ALERTS:
