@@ -91,6 +91,10 @@ def main() -> None:
     except ConfigError as error:
         print(f"kvoffload: {error}", file=sys.stderr)
         sys.exit(2)
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        sys.exit("kvoffload: this command needs torch: pip install torch")
     except OSError as error:
         if error.filename is not None or error.errno not in _UNWRITABLE:
             raise

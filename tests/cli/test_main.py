@@ -58,6 +58,15 @@ def test_an_unknown_command_is_wrong_usage():
     assert result.returncode == 2
 
 
+def test_a_command_that_needs_torch_says_so_where_there_is_none(tmp_path):
+    """The guide for operators installs without it."""
+    program = f"import sys; sys.modules['torch'] = None; {PROGRAM}"
+    words = [sys.executable, "-c", program, "demo", "--quick", "--out", str(tmp_path)]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 1
+    assert done.stderr.strip() == "kvoffload: this command needs torch: pip install torch"
+
+
 def test_the_version_is_said():
     result = kvoffload("--version")
     assert (result.returncode, result.stdout) == (0, f"kvoffload {package.__version__}\n")
