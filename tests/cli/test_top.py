@@ -257,6 +257,11 @@ def endless(answer):
             answer.wfile.write(b"# a comment that is no series\n" * 10_000)
 
 
+def crowded(answer):
+    """Send a page of too many tiers."""
+    answer.wfile.write("".join(UP % (f"t{i}", 1) for i in range(100_000)).encode())
+
+
 def slow(answer):
     """Send a page that never ends, a byte now and then."""
     with contextlib.suppress(OSError):
@@ -272,7 +277,7 @@ def slow(answer):
         (UP % ("a", "NaN") + UP % ("b", 1), ""),
         ("kvoffload_tier_up{" + "a" * 300_000 + "} 1\n" + UP % ("b", 1), ""),
         (("kvoffload_tier_up{" + "a" * 4000 + "} 1\n") * 2000 + UP % ("b", 1), ""),
-        ("".join(UP % (f"t{i}", 1) for i in range(100_000)), "more than 64 tiers"),
+        (crowded, "more than 64 tiers"),
         (endless, "more than 8.0 MiB"),
         (slow, "takes more than"),
     ],

@@ -4,12 +4,13 @@ import os
 import random
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
 import psutil
 import pytest
+
+from tests.support.preloaded import Fork
 
 ENGINE = """
 import sys
@@ -26,7 +27,7 @@ while True:
         engine.load("p")
 """
 LEFT_BY_S = 20.0
-TESTS = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 
 def has_slab(process):
@@ -34,19 +35,11 @@ def has_slab(process):
 
 
 @pytest.mark.parametrize("is_stopped", [False, pytest.param(True, marks=pytest.mark.chaos)])
-def test_nothing_is_left_of_a_killed_engine(until, tmp_path, is_stopped):
+def test_nothing_is_left_of_a_killed_engine(until, tmp_path, preloaded, is_stopped):
     root = tmp_path / "kv"
-    engine = subprocess.Popen(
-        [sys.executable, "-W", "ignore", "-c", ENGINE, root],
-        stdout=subprocess.PIPE,
-        text=True,
-        cwd=TESTS.parent,
-        env={
-            **os.environ,
-            "TMPDIR": str(tmp_path),
-            "PYTHONPATH": f"{TESTS.parent}:{TESTS}/helpers",
-        },
-    )
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    streams = [None, subprocess.PIPE, None]
+    engine = Fork(preloaded, ["-c", ENGINE, str(root)], streams, cwd=ROOT, env=environment)
     with engine.stdout:
         process = psutil.Process(int(engine.stdout.readline()))
     time.sleep(0.3 * random.random())

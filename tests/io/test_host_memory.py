@@ -4,7 +4,6 @@ import json
 import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,6 +11,7 @@ import torch
 
 from kvoffload.config import ByteSize
 from kvoffload.config_sources import read_file
+from tests.support.preloaded import Fork
 from tests.support.small_disk import small_disk
 from tests.support.small_engine import SmallEngine
 
@@ -52,20 +52,15 @@ def test_the_unit_mounts_the_root_of_the_settings_and_has_room_for_its_capacity(
 
 
 def test_an_engine_loads_what_one_stored_that_was_killed(
-    unit, memory, tmp_path, new_kv_caches, new_request
+    unit, memory, tmp_path, new_kv_caches, new_request, preloaded
 ):
     options = unit["Options"].replace("128G", "16M").replace("uid=vllm", f"uid={os.geteuid()}")
     with small_disk(tmp_path, options) as mounted:
         if not mounted:
             pytest.skip("mounting a tmpfs with huge pages needs root, and such a kernel")
         tier = memory | {"root": str(tmp_path), "capacity": "8MiB"}
-        first = subprocess.Popen(
-            [sys.executable, "-W", "ignore", "-c", FIRST, json.dumps(tier)],
-            stdout=subprocess.PIPE,
-            text=True,
-            cwd=ROOT,
-            env={**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT}/tests/helpers"},
-        )
+        words = ["-c", FIRST, json.dumps(tier)]
+        first = Fork(preloaded, words, [None, subprocess.PIPE, None], cwd=ROOT)
         with first.stdout:
             stored = json.loads(first.stdout.readline())
         second = SmallEngine(new_kv_caches(seed=2), new_request, tier)

@@ -3,7 +3,6 @@
 import asyncio
 import socket
 import subprocess
-import sys
 import threading
 
 import pytest
@@ -336,10 +335,8 @@ asyncio.run(main(sys.argv[1], int(sys.argv[2])))
 """
 
 
-def test_four_processes_write_read_and_remove_the_same_keys(empty):
-    workers = [
-        subprocess.Popen([sys.executable, "-c", WRITER, empty.url, str(seed)]) for seed in range(4)
-    ]
+def test_four_processes_write_read_and_remove_the_same_keys(empty, python):
+    workers = [subprocess.Popen([*python, "-c", WRITER, empty.url, str(seed)]) for seed in range(4)]
     assert [worker.wait(240) for worker in workers] == [0] * 4
 
 
