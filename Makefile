@@ -10,7 +10,7 @@ PIP_INSTALL = python -m pip install --quiet --disable-pip-version-check
 INSTALL  = sh -c '$(SUDO) apt-get update -qq && $(SUDO) env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq "$$0"'
 
 .PHONY: demo docs test test-package check chaos bench setup redis-server clean demo-vllm demo-sglang test-vllm test-sglang
-.PHONY: compatibility kills test-gpu bench-gpu mutate lock
+.PHONY: compatibility kills test-gpu bench-gpu mutate lock style types suite
 
 demo: $(READY)
 	$(BIN)/kvoffload demo
@@ -18,10 +18,13 @@ demo: $(READY)
 # Those that measure time run first, one by one; only their files are read. Then two tests more
 # than cores run at a time, because many wait; at most four. What the first process compiles, the
 # others read, and the many processes that tests start: also where the environment asks Python to
-# keep no such files.
+# keep no such files. Types are checked meanwhile: that takes one core.
 test: export PYTHONDONTWRITEBYTECODE :=
-test: check redis-server
+test: style redis-server
 	$(BIN)/python -m pytest -m 'alone and not chaos' $$(grep -rl --include='*.py' 'mark\.alone' tests) $(TEST_ARGS)
+	@$(MAKE) --no-print-directory -j2 types suite
+
+suite: $(READY)
 	$(BIN)/python -m pytest -n $$(($$(nproc) + 2)) --maxprocesses 4 --dist worksteal -m 'not chaos and not alone' $(TEST_ARGS)
 
 # The long forms: 10,000 lives of a folder, most ended by SIGKILL, 1,000 deaths of an I/O process,
@@ -47,10 +50,14 @@ kills: $(READY)
 test-package: $(READY)
 	tests/package.sh $(BIN)/python
 
-check: $(READY)
+check: style types
+
+types: $(READY)
+	$(BIN)/mypy
+
+style: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/python tools/prose.py kvoffload docs examples benchmarks tools README.md ARCHITECTURE.md CONTRIBUTING.md SECURITY.md
 
