@@ -103,7 +103,9 @@ class Fork:
         cwd: Path | None = None,
         env: Mapping[str, str] | None = None,
     ) -> None:
-        order = marshal.dumps((str(cwd or os.getcwd()), [*words], dict(env or os.environ)))
+        given_env = os.environ if env is None else env
+        variables = {name: str(value) for name, value in given_env.items()}
+        order = marshal.dumps((str(cwd or os.getcwd()), [*map(os.fspath, words)], variables))
         self._connection = socket.socket(socket.AF_UNIX)
         self._connection.connect(server.path)
         given, theirs = [*streams], []
