@@ -340,9 +340,8 @@ def _restart(scratch: str) -> list[Row]:
         os.mkdir(f"{folder}/{shard}", 0o700)
     backend = _open(root)
     for key in keys_of(100_000):
-        os.close(
-            os.open(backend._store.files.path_of(name_of(0, key)), os.O_WRONLY | os.O_CREAT, 0o600)
-        )
+        path = backend._store.files.path_of(name_of(0, key))
+        os.close(os.open(path, os.O_WRONLY | os.O_CREAT, 0o600))
     asyncio.run(backend.close())
 
     ours, limit = [], []

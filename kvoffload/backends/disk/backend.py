@@ -2,8 +2,8 @@
 
 This module is the asynchronous face. ``store`` keeps the chunks, in one of two ``chunk_forms``.
 ``files`` has one each: ``paths`` has their names, and ``chunk_file`` reads and writes one.
-``slots`` has many small chunks in a ``segment``; ``segments`` knows which chunk is where,
-``descriptors`` has a few of their files open, and ``chunk_slot`` reads and writes one. Of both,
+``slots`` has many small chunks in a ``segment``, and reads and writes them; ``segments`` knows
+which chunk is where, and ``descriptors`` has a few of their files open. Of both,
 ``file_calls`` asks what the page cache has, and ``cache_room`` judges whether stores may fill it.
 ``index`` knows which exist, ``space`` makes room, and a ``reservation`` has that of a job. ``root``
 opens the folder, whose processes share ``quota``, ``locks`` and ``limits``. ``housekeeper`` works

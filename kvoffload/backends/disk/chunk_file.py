@@ -302,6 +302,23 @@ def probe_direct(vfs: Vfs, path: str) -> str | None:
         vfs.unlink_quietly(path)
 
 
+def probe_holes(vfs: Vfs, scratch: str) -> str | None:
+    """Try whether the file system frees a part of a file; return why not, or None."""
+    try:
+        fd = vfs.open(scratch, os.O_RDWR | os.O_CREAT)
+        try:
+            vfs.pwritev(fd, [bytes(PAGE), bytes(PAGE)], 0)
+            before = vfs.fstat(fd).st_blocks
+            vfs.punch(fd, 0, PAGE)
+            # With larger blocks than a page, or no holes at all, it only writes zeros.
+            return None if vfs.fstat(fd).st_blocks < before else "their room stays"
+        finally:
+            vfs.close_quietly(fd)
+            vfs.unlink_quietly(scratch)
+    except OSError as error:
+        return error.strerror or str(error)
+
+
 def choose_io(vfs: Vfs, root: str, scratch: str, wanted: str) -> tuple[str, str | None]:
     """Return ``auto``, ``direct`` or ``buffered``, and why there is no direct I/O.
 

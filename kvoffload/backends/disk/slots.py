@@ -5,19 +5,29 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from kvoffload.backends.disk.chunk_file import MOST_IN_RUN, PAGE, ChunkFiles, bytes_on_disk
-from kvoffload.backends.disk.chunk_slot import ChunkSlots
+from kvoffload.backends.disk.chunk_file import (
+    MOST_IN_RUN,
+    PAGE,
+    ChunkFiles,
+    bytes_on_disk,
+    continued,
+    is_aligned,
+    reason_of,
+)
 from kvoffload.backends.disk.files import Seen
 from kvoffload.backends.disk.index import Name
-from kvoffload.backends.disk.segment import MOST_KEY_BYTES, key_in, pack_entry
+from kvoffload.backends.disk.segment import MOST_KEY_BYTES, Segment, key_in, pack_entry
 from kvoffload.backends.disk.segments import Segments
 from kvoffload.backends.disk.slot_places import At, gone
 from kvoffload.backends.disk.vfs import Vfs
+from kvoffload.backends.header import counted_as
 
 MOST_CHUNK_BYTES = 256 << 10
 """Longer chunks have files of their own."""
 _MOST_USES = 128
 """So many times of use are written at once: stores wait for it."""
+_WRITEBACK_BYTES = 1 << 20
+"""The kernel is told to write what has gathered in so large parts: each call takes time."""
 MOST_RUN_BYTES = 512 << 10
 """A chunk is told of when the whole run is moved."""
 
@@ -30,9 +40,8 @@ class SlotDraft(NamedTuple):
     overwrites: bool
 
     def write(self, key: bytes, chunk: memoryview, tenant: bytes = b"") -> tuple[str | None, int]:
-        form, (segment, slot, _) = self.form, self.at
-        reason = form.chunks.write(segment, slot, [key], form.digest, [chunk], [tenant])
-        return reason, segment.slot_bytes
+        reason = self.form.write(self.at, [key], [chunk], [tenant])
+        return reason, self.at.segment.slot_bytes
 
     def publish(self, name: Name) -> int:
         segments = self.form.segments
@@ -88,8 +97,8 @@ class Slots:
         """``files`` has the way of I/O, ``temporary`` makes paths that the quota does not count."""
         self.vfs = vfs
         self._temporary = temporary
-        self.chunks = ChunkSlots(files)
-        self.digest = digest
+        self._files = files
+        self._digest = digest
         self.segments = segments
 
     def suits(self, key: bytes, chunk_bytes: int) -> bool:
@@ -102,7 +111,7 @@ class Slots:
             at = self.segments.find(name)
         except FileNotFoundError:
             return "missing", None
-        (reason,) = self.chunks.read(at.segment, at.slot, [key], self.digest, [target])
+        (reason,) = self._read(at, [key], [target])
         return reason, None if reason is None else Seen(at.place, at.segment.slot_bytes)
 
     def runs(self, names: Sequence[Name], targets: Sequence[memoryview]) -> list[range]:
@@ -120,26 +129,115 @@ class Slots:
             at = self.segments.find(names[0])
         except FileNotFoundError:
             return [False] * len(names)
-        segment, slot, _ = at
-        is_run = segment.slot_bytes == bytes_on_disk(targets[0].nbytes)
+        is_run = at.segment.slot_bytes == bytes_on_disk(targets[0].nbytes)
         if not is_run or self.segments.runs(names, len(names)) != [range(len(names))]:
             return [False] * len(names)  # some have moved meanwhile
-        return [why is None for why in self.chunks.read(segment, slot, keys, self.digest, targets)]
+        return [why is None for why in self._read(at, keys, targets)]
+
+    def _read(
+        self, at: At, keys: Sequence[bytes], targets: Sequence[memoryview]
+    ) -> list[str | None]:
+        """Fill targets with the chunks of slots that follow one another, by one call.
+
+        Returns for each a counter's reason, or None. All but the last one fill their slots.
+        """
+        files, vfs, (segment, slot, _) = self._files, self.vfs, at
+        slot_bytes = segment.slot_bytes
+        if PAGE + targets[-1].nbytes > slot_bytes:
+            return [counted_as("size")] * len(keys)
+        headers, offset = files.pages(len(keys)), slot * slot_bytes
+        buffers = [buffer for pair in zip(headers, targets, strict=True) for buffer in pair]
+        wanted = sum([buffer.nbytes for buffer in buffers])
+        try:
+            moved = self._read_cached(segment, buffers, wanted, offset) if files.room else 0
+            if moved < wanted:
+                direct = files.direct and all(map(is_aligned, targets))
+                slots = segment.slots(direct=direct, to_read=True)
+                moved = vfs.preadv(slots.fd, buffers, offset)
+            if 0 < moved < wanted:
+                slots = segment.slots(direct=False, to_read=True)
+                moved = continued(vfs.preadv, slots.fd, buffers, moved, offset)
+        except OSError as error:
+            return [reason_of(error)] * len(keys)
+        reasons = list[str | None]()
+        for header, target, key in zip(headers, targets, keys, strict=True):
+            if moved < PAGE or not any(header[:8]):
+                reasons.append("missing")  # a hole: another process evicted the chunk
+            else:
+                reason: str | None = "short"
+                if moved >= PAGE + target.nbytes:
+                    reason = files.seal.fault(header, target, key, self._digest)
+                reason = "size" if reason == "length" else reason
+                reasons.append(None if reason is None else counted_as(reason))
+            moved -= slot_bytes
+        return reasons
+
+    def _read_cached(
+        self, segment: Segment, buffers: list[memoryview], wanted: int, offset: int
+    ) -> int:
+        """Read chunks if the page cache has all of them; return the bytes read."""
+        with contextlib.suppress(OSError):  # the read that follows tells of an error that lasts
+            slots = segment.slots(direct=False, to_read=True)
+            if self.vfs.is_cached(slots.fd, wanted, offset) and (
+                (moved := self.vfs.read_cached(slots.fd, buffers, offset)) >= wanted
+            ):
+                return moved
+        self._files.expect_wait()
+        return 0
 
     def drafts(self, chunk_bytes: int, count: int) -> list[SlotDraft]:
         taken = self.segments.take_slots(bytes_on_disk(chunk_bytes), count)
         return [SlotDraft(self, at, overwrites=False) for at in taken]
 
-    def write_run(
+    def write(
         self,
-        drafts: Sequence[SlotDraft],
+        at: At,
         keys: Sequence[bytes],
         chunks: Sequence[memoryview],
         tenants: Sequence[bytes],
-    ) -> bool:
-        """Write chunks of one length into slots that follow one another; False: not all of them."""
-        segment, slot, _ = drafts[0].at
-        return self.chunks.write(segment, slot, keys, self.digest, chunks, tenants) is None
+    ) -> str | None:
+        """Write chunks into slots that follow one another, by one call; return a counter's reason.
+
+        The table names none of the slots. After a failure some of them may have their chunks.
+        """
+        files, vfs, (segment, slot, _) = self._files, self.vfs, at
+        offset = slot * segment.slot_bytes
+        buffers, packed, wanted = list[memoryview](), list[memoryview](), 0
+        try:
+            for header, key, chunk, tenant in zip(
+                files.pages(len(keys)), keys, chunks, tenants, strict=True
+            ):
+                header[:], stored = files.seal.pack(
+                    key, self._digest, chunk, header_bytes=PAGE, tenant=tenant
+                )
+                packed.append(stored)
+                buffers += header, stored
+                wanted += PAGE + chunk.nbytes
+            by_cache = files.fills_cache()
+            direct = files.direct and not by_cache and all(map(is_aligned, packed))
+            slots = segment.slots(direct=direct)
+            moved = vfs.pwritev(slots.fd, buffers, offset)
+            if 0 < moved < wanted:
+                slots = segment.slots(direct=False)
+                moved = continued(vfs.pwritev, slots.fd, buffers, moved, offset)
+            if moved != wanted:
+                return "io_short"
+            if by_cache:
+                self._start_writeback(segment, wanted)
+        except OSError as error:
+            return reason_of(error)
+        finally:
+            for stored in packed:
+                files.seal.done(stored)
+        return None
+
+    def _start_writeback(self, segment: Segment, written: int) -> None:
+        segment.unwritten_bytes += written
+        if segment.unwritten_bytes >= _WRITEBACK_BYTES:
+            segment.unwritten_bytes = 0
+            with contextlib.suppress(OSError):
+                slots = segment.slots(direct=False)
+                self.vfs.start_writeback(slots.fd)
 
     def publish_run(self, drafts: Sequence[SlotDraft], names: Sequence[Name]) -> None:
         """Let readers see chunks, which are in no slot yet; raises OSError."""

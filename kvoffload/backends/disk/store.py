@@ -23,10 +23,10 @@ from kvoffload.backends.disk.chunk_file import (
     ChunkFiles,
     bytes_on_disk,
     choose_io,
+    probe_holes,
     reason_of,
 )
 from kvoffload.backends.disk.chunk_forms import Draft, Form
-from kvoffload.backends.disk.chunk_slot import probe_holes
 from kvoffload.backends.disk.expiry import UseTimes
 from kvoffload.backends.disk.files import Files, Seen
 from kvoffload.backends.disk.index import Index, Name, name_of, split_name
@@ -323,9 +323,10 @@ class DiskStore(Counts):
             rooms = [*drafts]
             for run in runs_of(drafts):
                 part = slice(run.start, run.stop)
-                is_written = slots.write_run(drafts[part], keys[part], chunks[part], tenants[part])
+                at = drafts[run.start].at
+                reason = slots.write(at, keys[part], chunks[part], tenants[part])
                 num_begun = run.stop
-                if is_written and self._publish_run(names[part], drafts[part]):
+                if reason is None and self._publish_run(names[part], drafts[part]):
                     answers += [True] * len(run)
                     continue
                 for i in run:
