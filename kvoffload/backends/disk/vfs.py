@@ -241,6 +241,8 @@ class Vfs:
     @staticmethod
     def lock_part(fd: int, kind: int, offset: int, length: int) -> None:
         """Take or release a lock of a part of a file: one of the open file, not of the process."""
+        if not hasattr(fcntl, "F_OFD_SETLK"):  # only Linux has it
+            raise OSError(errno.ENOTSUP, os.strerror(errno.ENOTSUP))
         part = struct.pack("hhqqi4x", kind, os.SEEK_SET, offset, length, 0)
         fcntl.fcntl(fd, fcntl.F_OFD_SETLK, part)
 
