@@ -31,7 +31,7 @@ class Returns:
         self.are_told = False
         """Whether a request has said when its session returns, so far."""
         self._begun: OrderedDict[str, tuple[list[OffloadKey], int]] = OrderedDict()
-        """Request → what its session had told, and how many leading chunks of it were there already."""
+        """Request → what its session had told, and the leading chunks that other requests left."""
         self.is_telling = False
         """Whether there are stores to tell."""
         self.to_tell: deque[ToldReturn] = deque()
