@@ -77,16 +77,6 @@ def first_holder(key: OffloadKey, tiers: Iterable[Tier]) -> tuple[Tier | None, b
     return None, answer
 
 
-class _Lane:
-    """Write-through to one tier."""
-
-    def __init__(self, tier: Tier, limit_bytes: int) -> None:
-        self.tier = tier
-        self.limit_bytes = limit_bytes
-        # Oldest first. They are not pinned: a chunk evicted before its turn is dropped.
-        self.waiting: dict[OffloadKey, None] = {}
-
-
 class WriteThrough:
     """Chunks that wait for tiers, and their transfers in flight.
 
@@ -114,7 +104,11 @@ class WriteThrough:
         self._limit_bytes = limit_bytes
         self._lost = lost
         self._dropped = dropped
-        self._lanes: dict[str, _Lane] = {}
+        self._waiting: dict[Tier, dict[OffloadKey, None]] = {}
+        """Tier → chunks that wait for it, the oldest first. They are not pinned: a chunk evicted
+        before its turn is dropped."""
+        self._share_bytes = 0
+        """Of the limit, for each tier."""
         self._jobs = jobs
         self._kept_bytes: Counter[str] = Counter()
         """Tier → bytes of its transfers in flight, and of answered ones for which it may read."""
@@ -125,17 +119,17 @@ class WriteThrough:
         Until then they count for the new tier of that name: a store that hangs has no share again.
         """
         slots = self._limit_bytes // self._host.slot_bytes
-        share = -(-slots // max(1, len(tiers))) * self._host.slot_bytes
-        self._lanes = {tier.name: _Lane(tier, share) for tier in tiers}
+        self._share_bytes = -(-slots // max(1, len(tiers))) * self._host.slot_bytes
+        self._waiting = {tier: {} for tier in tiers}
 
     def offer(self, tier: Tier, keys: Sequence[OffloadKey]) -> None:
         """Queue ready chunks for a tier, except those that it has."""
-        lane = self._lanes[tier.name]
-        lane.waiting.update(dict.fromkeys(key for key in keys if not tier.holds(key)))
-        too_many = len(lane.waiting) - self._host.num_slots
+        waiting = self._waiting[tier]
+        waiting.update(dict.fromkeys(key for key in keys if not tier.holds(key)))
+        too_many = len(waiting) - self._host.num_slots
         if too_many > 0:  # not all of them can be resident any more
-            self._drop(lane, [key for key, _ in zip(lane.waiting, range(too_many), strict=False)])
-        self._begin(lane)
+            self._drop(tier, [key for key, _ in zip(waiting, range(too_many), strict=False)])
+        self._begin(tier)
 
     def promote(self, fetched: Mapping[Tier, Sequence[OffloadKey]], tiers: Sequence[Tier]) -> None:
         """Queue fetched chunks for the tiers nearer than their source: the next load is faster."""
@@ -145,23 +139,23 @@ class WriteThrough:
 
     def begin(self) -> None:
         """Begin the transfers that the limits allow now."""
-        for lane in self._lanes.values():
-            if lane.waiting:
-                self._begin(lane)
+        for tier, waiting in self._waiting.items():
+            if waiting:
+                self._begin(tier)
 
     def room_bytes(self) -> int:
         """Return the bytes that the tier with the most room would begin to write now."""
-        kept_bytes, lanes = self._kept_bytes, self._lanes.items()
-        return max((self._limit_of(lane) - kept_bytes[name] for name, lane in lanes), default=0)
+        kept_bytes, limit = self._kept_bytes, self._limit()
+        return max((limit - kept_bytes[tier.name] for tier in self._waiting), default=0)
 
-    def _limit_of(self, lane: _Lane) -> int:
-        if self._host.fetching and lane.limit_bytes:
-            return max(lane.limit_bytes // WHILE_LOADING, self._host.slot_bytes)
-        return lane.limit_bytes
+    def _limit(self) -> int:
+        if self._host.fetching and self._share_bytes:
+            return max(self._share_bytes // WHILE_LOADING, self._host.slot_bytes)
+        return self._share_bytes
 
-    def _begin(self, lane: _Lane) -> None:
-        host, waiting = self._host, lane.waiting
-        name, limit = lane.tier.name, self._limit_of(lane)
+    def _begin(self, tier: Tier) -> None:
+        host, waiting = self._host, self._waiting[tier]
+        name, limit = tier.name, self._limit()
         kept_bytes = before = self._kept_bytes[name]
         batch: list[OffloadKey] = []
         gone: list[OffloadKey] = []
@@ -179,7 +173,7 @@ class WriteThrough:
         for key in batch:
             del waiting[key]
         if gone:
-            self._drop(lane, gone)
+            self._drop(tier, gone)
         if batch:
             source = CPULoadStoreSpec(slots)
             target = BackendLoadStoreSpec(name, tuple(batch), host.tenants_of(batch))
@@ -187,14 +181,14 @@ class WriteThrough:
             self._kept_bytes[name] = kept_bytes
             num_bytes = kept_bytes - before
             transfer = WriteJob(
-                job_id, target.keys, source, (source, target), name, lane.tier, num_bytes
+                job_id, target.keys, source, (source, target), name, tier, num_bytes
             )
             self._jobs.begin(transfer)
 
-    def _drop(self, lane: _Lane, keys: Sequence[OffloadKey]) -> None:
+    def _drop(self, tier: Tier, keys: Sequence[OffloadKey]) -> None:
         for key in keys:
-            del lane.waiting[key]
-        self._lost[lane.tier.name, "back_pressure"] += len(keys)
+            del self._waiting[tier][key]
+        self._lost[tier.name, "back_pressure"] += len(keys)
         self._dropped(keys)
 
     def settled(self, transfer: WriteJob) -> None:
@@ -207,15 +201,15 @@ class WriteThrough:
 
     def forget_waiting(self) -> None:
         """Drop all waiting chunks uncounted."""
-        for lane in self._lanes.values():
-            lane.waiting.clear()
+        for waiting in self._waiting.values():
+            waiting.clear()
 
     def waiting(self) -> list[dict[OffloadKey, None]]:
         """Return for each tier the chunks that wait for it."""
-        return [lane.waiting for lane in self._lanes.values()]
+        return list(self._waiting.values())
 
     def samples(self) -> Iterator[Sample]:
         """Yield for each tier the bytes in flight, and the chunks that wait; on any thread."""
-        for name, lane in list(self._lanes.items()):
-            yield INFLIGHT_BYTES, (name,), self._kept_bytes[name]
-            yield WAITING_CHUNKS, (name,), len(lane.waiting)
+        for tier, waiting in list(self._waiting.items()):
+            yield INFLIGHT_BYTES, (tier.name,), self._kept_bytes[tier.name]
+            yield WAITING_CHUNKS, (tier.name,), len(waiting)

@@ -64,9 +64,9 @@ def tables(connector):
         "chunks that stores keep": manager.waiting.needed._told,
         "retiring": manager._retirement._in_flight,
     }
-    for name, lane in writes._lanes.items():
-        found[f"bytes kept for {name}"] = range(writes._kept_bytes[name])
-        found[f"waiting for {name}"] = lane.waiting
+    for tier, waiting in writes._waiting.items():
+        found[f"bytes kept for {tier.name}"] = range(writes._kept_bytes[tier.name])
+        found[f"waiting for {tier.name}"] = waiting
     for name, num_bytes in manager._early._kept_bytes.items():
         found[f"bytes of early reads from {name}"] = range(num_bytes)
     for name, loads in promises._loads.items():
