@@ -164,7 +164,8 @@ class ReturnOrder:
             self._put(_Claim(claim, self._now_s() + in_s, keys[-1]))
         if before is not None:
             self._replace(before, keys)
-        while len(self._claims) > MAX_CLAIMS or len(self._before) > self._named_at_most:
+        most_named = NAMED_PER_ENTRY * self.capacity
+        while len(self._claims) > MAX_CLAIMS or len(self._before) > most_named:
             furthest, _ = self._by_due.furthest(self._now_s())
             if furthest is None:
                 break
@@ -188,10 +189,6 @@ class ReturnOrder:
 
     def has_claim(self, claim: bytes) -> bool:
         return claim in self._claims
-
-    @property
-    def _named_at_most(self) -> int:
-        return NAMED_PER_ENTRY * self.capacity
 
     def _fulfil(self, keys: Sequence[bytes]) -> None:
         """End the claims without a claimant's name whose last chunk a prompt has."""

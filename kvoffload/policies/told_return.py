@@ -54,13 +54,11 @@ class LatestReturns:
             if told.in_s is not None:
                 self._told[told.claim] = told, now_s + told.in_s
                 self._num_chunks += len(told.keys)
-        while len(self._told) > 1 and self._are_too_many:
+        while len(self._told) > self.MOST_CLAIMANTS or (
+            self._num_chunks > self.MOST_CHUNKS and len(self._told) > 1
+        ):
             _, (told, _) = self._told.popitem(last=False)
             self._num_chunks -= len(told.keys)
-
-    @property
-    def _are_too_many(self) -> bool:
-        return len(self._told) > self.MOST_CLAIMANTS or self._num_chunks > self.MOST_CHUNKS
 
     def to_come(self) -> list[ToldReturn]:
         """Return what is to be said now of the sessions that are not late."""
