@@ -24,7 +24,7 @@ T = TypeVar("T", bound=Transfer)
 
 
 class InFlight(Generic[T]):
-    """Lets transfers wait until one more may be in flight; one lookup may be there as well.
+    """Lets transfers wait until one more may be in flight; one lookup may run at the same time.
 
     Args:
         most_bytes: of all transfers together.
