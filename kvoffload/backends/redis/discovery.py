@@ -126,11 +126,11 @@ def fetch_slots(address: Address, access: Access) -> Slots:
 def find_master(access: Access) -> Address:
     """Return the master that a Sentinel names; ConnectionError: none does."""
     service, sentinels = access.target.service, access.target.addresses
-    user = access.options.sentinel_username, access.sentinel_password()
     # A share of the time for each Sentinel: one that hangs leaves time for the next.
     each_s = access.options.connect_timeout_s / len(sentinels)
 
     def master(sentinel: Address) -> Address:
+        user = access.options.sentinel_username, access.sentinel_password()
         named = parse_masters(ask(sentinel, access, each_s, user, b"SENTINEL", b"MASTERS"))
         if address := named.get(service):
             return access.allowed.check(address)
