@@ -109,7 +109,8 @@ class WorkerReport(OffloadingWorkerMetadata):  # type: ignore[misc]  # untyped b
     @property
     def is_empty(self) -> bool:
         """Whether there is nothing to report."""
-        return not (self.completed_jobs or any(getattr(self, name) for name in _OF_REPORTS))
+        # No generator: each step of each worker asks.
+        return not (self.completed_jobs or any(map(vars(self).get, _OF_REPORTS)))
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> "WorkerReport":
         """Add up two ranks' reports of one step; a chunk is good only if it is good on both."""
