@@ -28,6 +28,15 @@ _SECRET = re.compile(
 _USER_IN_URL = re.compile(r"://[^/\s]*@")
 _DEEPEST = 40
 """Configurations nest a few levels; what is deeper contains itself."""
+OF_PRECISION = frozenset(
+    {
+        "CUBLAS_EMULATE_DOUBLE_PRECISION", "CUBLAS_EMULATE_SINGLE_PRECISION",
+        "DNNL_DEFAULT_FPMATH_MODE", "NVIDIA_TF32_OVERRIDE", "ONEDNN_DEFAULT_FPMATH_MODE",
+        "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "TRITON_F32_DEFAULT",
+    }
+)  # fmt: skip
+"""Variables by which cuBLAS, oneDNN, Torch and Triton multiply 32-bit floats with fewer bits. No
+source of an engine names them."""
 _MOST_BITS = 1024
 """Python spells no number of thousands of digits."""
 

@@ -6,7 +6,7 @@ radix cache across it. A test sorts each name of an installed SGLang; an unknown
 variable without a prefix that SGLang does not declare is never a fact, and is not named here.
 """
 
-from kvoffload.connectors.configuration import names
+from kvoffload.connectors.configuration import OF_PRECISION, names
 
 _ARGUMENTS = {
     "the weights are a fact by their content": (
@@ -277,11 +277,6 @@ _READ_ELSEWHERE = {
         "ROCM_QUICK_REDUCE_QUANTIZATION TIMM_FUSED_ATTN "
         "TRTLLM_DISABLE_FP4_QUANT_FAST_MATH VIDEO_MAX_PIXELS XHS_VIDEO_JPEG_QUALITY"
     ),
-    "libraries below Torch multiply floats with fewer bits; no source of SGLang names them": (
-        "CUBLAS_EMULATE_DOUBLE_PRECISION CUBLAS_EMULATE_SINGLE_PRECISION DNNL_DEFAULT_FPMATH_MODE "
-        "NVIDIA_TF32_OVERRIDE ONEDNN_DEFAULT_FPMATH_MODE TORCH_ALLOW_TF32_CUBLAS_OVERRIDE "
-        "TRITON_F32_DEFAULT"
-    ),
 }
 
 ARGUMENTS = names(_ARGUMENTS)
@@ -290,5 +285,5 @@ OF_ADAPTERS = tuple(_OF_ADAPTERS.split())
 """Fields that decide what an adapter computes: part of its name in the page hash."""
 VARIABLES = names(_VARIABLES)
 """Environment variables."""
-READ_ELSEWHERE = names(_READ_ELSEWHERE)
+READ_ELSEWHERE = names(_READ_ELSEWHERE) | OF_PRECISION
 """Variables that are facts, and that only the place where SGLang reads them gives away."""

@@ -277,23 +277,20 @@ class KVOffloadHiCache(HiCacheStorage):  # type: ignore[misc]  # untyped base
         return self._each_pool(transfers, self._save)
 
     def _each_pool(self, transfers: list[Any], move: Move) -> dict[str, list[bool]]:
-        answers = {}
-        for transfer in transfers:
-            hashes = transfer.keys or []
+        return {transfer.name: self._of_pool(transfer, move) for transfer in transfers}
 
-            def move_pages(
-                store: PageStore, transfer: Any = transfer, hashes: list[str] = hashes
-            ) -> list[bool]:
-                is_kv = transfer.name == PoolName.KV
-                pool = self._kv if is_kv else self._side_pools[str(transfer.name)]
-                keys = _page_keys(hashes) if is_kv else pool.keys(hashes)
-                return move(store, keys, pool.pages(transfer.host_indices, len(keys)))
+    def _of_pool(self, transfer: Any, move: Move) -> list[bool]:
+        hashes, is_kv = transfer.keys or [], transfer.name == PoolName.KV
+        failed = [False] * len(hashes)
 
-            failed = [False] * len(hashes)
-            side_pool = self._side_pools.get(str(transfer.name))
-            can_move = hashes and (side_pool is None or side_pool.fits)
-            answers[transfer.name] = self._tried(move_pages, failed) if can_move else failed
-        return answers
+        def move_pages(store: PageStore) -> list[bool]:
+            pool = self._kv if is_kv else self._side_pools[str(transfer.name)]
+            if not pool.fits:
+                return failed
+            keys = _page_keys(hashes) if is_kv else pool.keys(hashes)
+            return move(store, keys, pool.pages(transfer.host_indices, len(keys)))
+
+        return self._tried(move_pages, failed) if hashes else failed
 
     # ---- flat copies of pages, and single values ----
 

@@ -8,7 +8,7 @@ test looks for new ones in the sources of the version that is installed.
 import os
 from typing import Any
 
-from kvoffload.connectors.configuration import fact, names
+from kvoffload.connectors.configuration import OF_PRECISION, fact, names
 from kvoffload.connectors.vllm import harmless_fields as harmless
 from kvoffload.identity import Fact
 
@@ -39,13 +39,6 @@ _OF_KERNELS = (
 )  # fmt: skip
 """What the names of variables begin with that packages of kernels read."""
 
-OF_PRECISION = (
-    "CUBLAS_EMULATE_DOUBLE_PRECISION", "CUBLAS_EMULATE_SINGLE_PRECISION",
-    "DNNL_DEFAULT_FPMATH_MODE", "NVIDIA_TF32_OVERRIDE", "ONEDNN_DEFAULT_FPMATH_MODE",
-    "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "TRITON_F32_DEFAULT",
-)  # fmt: skip
-"""Variables of cuBLAS, oneDNN, Torch and Triton: no source of an engine names them."""
-
 _ELSEWHERE = {
     "kernels, and their precision": (
         "ARCH COMPILE_ONLY FLASHINFER_DISABLE_FP4_QUANT_FAST_MATH FORCE_NUM_KV_SPLITS "
@@ -53,7 +46,6 @@ _ELSEWHERE = {
         "USE_DEFAULT_FLA_NORM USE_FLAGOS VLLM_MINIMAX_M3_MSA_CUTLASS_MIN_BATCH "
         "XPU_USE_TRITON_KERNEL"
     ),
-    "libraries below Torch multiply 32-bit floats with fewer bits": " ".join(OF_PRECISION),
     "media are read so after their hash is made": "XHS_VIDEO_JPEG_QUALITY",
 }
 _HARMLESS_OF_KERNELS = {
@@ -72,7 +64,7 @@ _HARMLESS_OF_KERNELS = {
         "MINIMAX_KERNELS_KVOUTER_DEBUG_ARTIFACTS MINIMAX_LOG_COMPILE"
     ),
 }
-ELSEWHERE, HARMLESS_OF_KERNELS = names(_ELSEWHERE), names(_HARMLESS_OF_KERNELS)
+ELSEWHERE, HARMLESS_OF_KERNELS = names(_ELSEWHERE) | OF_PRECISION, names(_HARMLESS_OF_KERNELS)
 
 
 def is_fact(name: str) -> bool:
