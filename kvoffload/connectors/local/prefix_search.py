@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from functools import cache
 
 from kvoffload.connectors.local.chunking import ChunkGroup, ChunkGroups, Keys
-from kvoffload.connectors.room import last_with_room
+from kvoffload.connectors.prefix_room import last_with_room
 from kvoffload.messages import OffloadKey
 
 Prefix = Callable[[Sequence[OffloadKey]], tuple[int, bool]]

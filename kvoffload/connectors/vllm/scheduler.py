@@ -21,7 +21,7 @@ from vllm.v1.request import RequestStatus
 
 from kvoffload.connectors.builder import make_host_cache, make_manager, tenants_of
 from kvoffload.connectors.jobs import JobTable
-from kvoffload.connectors.room import last_with_room
+from kvoffload.connectors.prefix_room import last_with_room
 from kvoffload.connectors.spans import open_spans
 from kvoffload.connectors.vllm import self_test as canary
 from kvoffload.connectors.vllm import withheld_stores
