@@ -7,8 +7,7 @@ import pytest
 
 from kvoffload.backends.disk.backend import DiskBackend
 from kvoffload.connectors.local import LocalConnector
-from kvoffload.errors import ConfigError, UsageError
-from kvoffload.offload.manager import TieredOffloadingManager
+from kvoffload.errors import ConfigError
 from kvoffload.replay.trace import read_trace
 from kvoffload.testing import Plan
 from kvoffload.transfer.cpu.copier import CpuCopier
@@ -162,19 +161,6 @@ def test_an_explanation_leaves_no_state_of_its_request(connect, new_request):
     connector.request_finished(running)
     for name in ("p", "q"):
         assert connector.request_finished(new_request(name, 41)) is False
-
-
-def test_a_contradiction_in_the_manager_is_raised(connect, monkeypatch):
-    connector = connect()
-    check(connector)
-
-    def contradiction(self):
-        raise UsageError("two and two are five")
-
-    with monkeypatch.context() as patched:
-        patched.setattr(TieredOffloadingManager, "check", contradiction)
-        with pytest.raises(UsageError, match="five"):
-            check(connector)
 
 
 def test_host_memory_of_exactly_one_chunk_will_do_and_less_is_refused(connect, new_request, until):
