@@ -32,8 +32,8 @@ from kvoffload.backends.base import (
     check_lengths,
 )
 from kvoffload.backends.blocking_pool import BlockingPool, run_once, start_once
+from kvoffload.backends.flight_bounds import InFlight, Transfer
 from kvoffload.backends.header import Header, check_key, parse_header
-from kvoffload.backends.in_flight import InFlight, Transfer
 from kvoffload.backends.log_rate import Throttle
 from kvoffload.backends.object import naming
 from kvoffload.backends.object.admin import ObjectAdmin, described

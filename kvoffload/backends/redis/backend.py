@@ -6,7 +6,7 @@ load verifies its value. A server that is down, slow or full costs misses and ne
 :mod:`~kvoffload.backends.redis.circuit_breaker`. Operators read ``docs/guides/redis.md``.
 
 Modules from the wire up: ``resp`` is the wire format, ``connection`` a socket. ``handshake``,
-``circuit_breaker``, ``request``, ``refusals`` and ``node`` are one server. ``discovery``,
+``circuit_breaker``, ``server_request``, ``refusals`` and ``node`` are one server. ``discovery``,
 ``allowed`` and ``topology`` are several. ``sealer`` and ``chunk_io`` have values, loads, stores and
 lookups. ``options`` has the settings, ``namespace_info`` the names of values, ``admin`` and
 ``doctor`` operators' commands.
@@ -39,8 +39,8 @@ from kvoffload.backends.redis.doctor import IF_FAILED, IF_SLOW, examine
 from kvoffload.backends.redis.namespace_info import NamespaceInfo, namespace_prefix
 from kvoffload.backends.redis.namespace_scan import described
 from kvoffload.backends.redis.options import KEY_CONTEXT, Access, RedisOptions, redacted
-from kvoffload.backends.redis.request import Request
 from kvoffload.backends.redis.sealer import Sealer
+from kvoffload.backends.redis.server_request import Request
 from kvoffload.backends.redis.topology import Topology
 from kvoffload.backends.seals import Seal
 from kvoffload.backends.secret_files import read_key, refuse_with_encryption

@@ -8,9 +8,9 @@ from collections.abc import Callable, Sequence
 from kvoffload.backends.header import COMPACT_BYTES, OTHER_VERSION, counted_as, parse_header
 from kvoffload.backends.redis.connection import Connection, Lost
 from kvoffload.backends.redis.node import Node
-from kvoffload.backends.redis.request import Request
 from kvoffload.backends.redis.resp import MAX_VALUE_BYTES, Filled, ServerError, encode
 from kvoffload.backends.redis.sealer import Sealer
+from kvoffload.backends.redis.server_request import Request
 from kvoffload.backends.redis.topology import Topology
 
 LOOKUP_KEYS = 1000

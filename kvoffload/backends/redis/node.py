@@ -13,14 +13,14 @@ import time
 from collections.abc import Callable, Iterable
 from typing import TypeVar
 
-from kvoffload.backends.in_flight import InFlight
+from kvoffload.backends.flight_bounds import InFlight
 from kvoffload.backends.redis.circuit_breaker import CircuitBreaker
 from kvoffload.backends.redis.connection import Address, Connection, Lost
 from kvoffload.backends.redis.handshake import ServerInfo, echo, expect, handshake, info_of
 from kvoffload.backends.redis.options import Access
 from kvoffload.backends.redis.refusals import Refusals
-from kvoffload.backends.redis.request import Request
 from kvoffload.backends.redis.resp import ProtocolError, Reply, ServerError
+from kvoffload.backends.redis.server_request import Request
 
 log = logging.getLogger(__name__)
 

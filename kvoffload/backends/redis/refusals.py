@@ -6,8 +6,8 @@ import time
 from collections.abc import Callable
 
 from kvoffload.backends.redis.handshake import IN_STEP
-from kvoffload.backends.redis.request import Request
 from kvoffload.backends.redis.resp import ServerError
+from kvoffload.backends.redis.server_request import Request
 
 log = logging.getLogger(__name__)
 

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from kvoffload.backends.in_flight import Transfer
+from kvoffload.backends.flight_bounds import Transfer
 from kvoffload.backends.redis.connection import Connection
 
 

@@ -4,7 +4,7 @@ import threading
 
 import pytest
 
-from kvoffload.backends.in_flight import InFlight, Transfer
+from kvoffload.backends.flight_bounds import InFlight, Transfer
 
 
 class Ended(Exception):
