@@ -57,6 +57,7 @@ class ChangedKeys:
     def take(self, limit: int) -> list[bytes]:
         """Take at most so many keys, the latest first."""
         if not self:
+            self._parts = []  # what comes into an empty part is noted
             return []
         with self._lock:
             keys = self._keys or {}

@@ -73,13 +73,6 @@ class ChunkwiseBackend(CountedBackend, ABC):
     async def closing(self) -> None:
         """Called once, on the event loop, when every later call is already answered False."""
 
-    def is_quick(self, memory: Sequence[memoryview]) -> bool:
-        """Return whether each of these loads takes some 10 µs; by default, False.
-
-        One thread then serves all such loads, until one of them calls :meth:`expect_wait`.
-        """
-        return False
-
     # ---- Backend ---------------------------------------------------------------------------
 
     async def contains(self, keys: Sequence[bytes]) -> list[bool]:
@@ -88,25 +81,12 @@ class ChunkwiseBackend(CountedBackend, ABC):
     async def read(
         self, keys: Sequence[bytes], into: Sequence[memoryview]
     ) -> list[bool | ReadResult]:
-        return await self.read_each(keys, into, lambda i: None)
-
-    async def read_each(
-        self,
-        keys: Sequence[bytes],
-        into: Sequence[memoryview],
-        arrived: Callable[[int], None],
-    ) -> list[bool | ReadResult]:
         check_lengths(keys, into)
-
-        def load(i: int) -> bool | ReadResult:
-            found = self.load(keys[i], into[i].cast("B"))
-            if found:
-                arrived(i)
-            return found
-
-        is_quick = self.is_quick(into)
         return await self.run_each(
-            "read", len(keys), load, ReadResult.UNAVAILABLE, is_quick=is_quick
+            "read",
+            len(keys),
+            lambda i: self.load(keys[i], into[i].cast("B")),
+            ReadResult.UNAVAILABLE,
         )
 
     async def write(self, keys: Sequence[bytes], chunks: Sequence[memoryview]) -> list[Written]:
@@ -240,6 +220,13 @@ class ThreadPoolBackend(ChunkwiseBackend):
         super().__init__(name)
         self.__name, self.__pools = name, pools
 
+    def is_quick(self, memory: Sequence[memoryview]) -> bool:
+        """Return whether each of these loads takes some 10 µs; by default, False.
+
+        One thread then serves all such loads, until one of them calls :meth:`expect_wait`.
+        """
+        return False
+
     def expect_wait(self) -> None:
         """Let all threads serve the batch of the calling thread, whose load is about to wait."""
         self.__pools["read"].expect_wait()
@@ -257,6 +244,30 @@ class ThreadPoolBackend(ChunkwiseBackend):
 
     opens_apart = True
     """Whether the constructor may block: an I/O server then calls it on a thread of its own."""
+
+    async def read(
+        self, keys: Sequence[bytes], into: Sequence[memoryview]
+    ) -> list[bool | ReadResult]:
+        return await self.read_each(keys, into, lambda i: None)
+
+    async def read_each(
+        self,
+        keys: Sequence[bytes],
+        into: Sequence[memoryview],
+        arrived: Callable[[int], None],
+    ) -> list[bool | ReadResult]:
+        check_lengths(keys, into)
+
+        def load(i: int) -> bool | ReadResult:
+            found = self.load(keys[i], into[i].cast("B"))
+            if found:
+                arrived(i)
+            return found
+
+        is_quick = self.is_quick(into)
+        return await self.run_each(
+            "read", len(keys), load, ReadResult.UNAVAILABLE, is_quick=is_quick
+        )
 
     async def fill_answers(
         self, kind: Kind, answers: list[Any], work: Work, is_quick: bool

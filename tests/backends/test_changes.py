@@ -49,6 +49,16 @@ def test_parts_are_listed_one_after_the_other_and_as_they_are_by_then():
     assert sorted(changes.take(9)) == [b"a2", b"b"]
 
 
+def test_what_comes_into_an_empty_part_is_listed_once():
+    changes, part = ChangedKeys(), {}
+    changes.begin_parts([part.keys()])
+    assert changes.take(9) == []
+    part[b"new"] = None
+    changes.note(b"new")
+    assert changes.take(9) == [b"new"]
+    assert changes.take(9) == []
+
+
 def test_no_change_is_lost_while_it_is_noted():
     """The reader takes a key first, and then looks: its last look at each key is right."""
     changes, state, seen = ChangedKeys(), dict.fromkeys(range(8), 0), {}
