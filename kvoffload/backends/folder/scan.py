@@ -151,8 +151,9 @@ class Scan:
                     used_ns, tag = facts.st_mtime_ns, tag_of.get(key, 0)
                     self._remember(OldFile(used_ns, size, folder, shard.name, key, tag))
                 for stray in filter(is_temporary, shard.strays):
+                    unfinished = self._unfinished(f"{shard.path}/{stray}")
                     if not stray.startswith(own):  # what its process stores counts elsewhere
-                        self.total_bytes += self._unfinished(f"{shard.path}/{stray}")
+                        self.total_bytes += unfinished
                 yield True
         for folder in (self._root, f"{self._root}/{HOSTS}"):
             for name in self._vfs.listdir(folder):

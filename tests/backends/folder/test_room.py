@@ -1,6 +1,7 @@
 """How much of what hosts want to store finds room, and what leaves for it."""
 
 import asyncio
+import os
 import threading
 import time
 
@@ -120,6 +121,22 @@ async def test_a_listing_counts_once_what_its_process_stores_meanwhile(tmp_path)
     assert await store(backend, [slow]) == [True]
     assert backend.usage().resident_bytes == stored_bytes(tmp_path / "share") == 12 * ON_DISK
     await backend.close()
+
+
+async def test_a_process_removes_what_it_could_not_remove_after_a_failed_store(tmp_path):
+    """As where the connection to the server was lost: the file would take room for ever."""
+    backend, root = open_folder(tmp_path / "share"), tmp_path / "share"
+    assert await store_at_last(backend, keys_of(1))
+    await backend.close()
+    left = path_of(root, *keys_of(1)).with_name(".test-0")
+    left.touch()
+    os.utime(left, (0, 0))
+    vfs = Vfs()
+    evictor = Evictor(vfs, str(root), Records(vfs, str(root), "test"), 1 << 30, print)
+    evictor._records.set_clock()
+    evictor.begin(None, is_new=False)
+    assert await until(lambda: evictor.turn({}) or evictor.scans)
+    assert not left.exists()
 
 
 async def full_folder(root, monkeypatch):
