@@ -50,7 +50,7 @@ class Topology:
     @property
     def is_known(self) -> bool:
         """Whether the servers are known, or cannot be."""
-        return self._known.is_set() or self.is_failing
+        return self._known.is_set()
 
     def wait(self) -> None:
         """Ask who the servers are, and wait for the answer, at most for two connect timeouts."""
@@ -130,6 +130,7 @@ class Topology:
             if not (self.is_failing or self._is_closed):  # log the first failed round only
                 log.warning("redis: %s", error)
             self.is_failing = True
+            self._known.set()  # that they cannot be is an answer, too: no request waits on
             self._refresher.wake()  # ask again after the pause
             return 2 * REFRESH_EVERY_S
         if self.is_failing:

@@ -210,6 +210,16 @@ async def test_a_tier_is_down_while_no_sentinel_names_its_master_and_the_master_
             assert sent(sentinel, b"SENTINEL") <= most
 
 
+@pytest.mark.parametrize("kind", ["sentinel", "cluster"])
+async def test_no_request_waits_on_once_no_server_says_who_the_servers_are(kind):
+    async with FakeRedis(lambda words: b"-ERR no\r\n") as server:
+        path = "/m" if kind == "sentinel" else ""
+        url, asked = f"redis+{kind}://{server.address}{path}", {"connect_timeout_s": 3600.0}
+        async with RedisEngine(url, **asked) as engine:
+            assert await engine.load() == [False] * 8
+            assert engine.count("read_no_server") == 8
+
+
 # ---- replies of servers --------------------------------------------------------------------------
 
 
