@@ -1,5 +1,6 @@
 """Work on a thread of its own: when it is asked for, or now and then."""
 
+import contextlib
 import threading
 from collections.abc import Callable
 
@@ -24,12 +25,13 @@ class Background:
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     def wake(self) -> None:
-        """Ask for the work."""
+        """Ask for the work; where the system has no more threads, the next call asks again."""
         self._wanted.set()
         if self._thread.ident is None:
             with self._starting:
                 if self._thread.ident is None and not self._ended.is_set():
-                    self._thread.start()
+                    with contextlib.suppress(RuntimeError):
+                        self._thread.start()
 
     def close(self) -> None:
         """Begin the work no more."""

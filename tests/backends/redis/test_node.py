@@ -127,6 +127,37 @@ async def test_a_server_that_no_thread_can_probe_is_used_again_once_it_is_back(
     assert not node.is_open
 
 
+async def test_a_probe_goes_on_although_the_system_has_no_more_threads(
+    server, backend, monkeypatch
+):
+    """A failed probe wakes the thread that asks who has which keys, which never ran before."""
+    monkeypatch.setattr(CircuitBreaker, "probe_in", lambda self: 0.01)
+    start = threading.Thread.start
+
+    def refuses(thread):
+        if thread.name == "kvoffload-redis-slots":
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", refuses)
+    server.kill()
+    while not backend.counters().get("breaker_opened"):
+        assert await ask(backend) == 1
+    probes = backend.counters().get("probes", 0)
+
+    async def probed_again():
+        return backend.counters().get("probes", 0) > probes + 1
+
+    await until(probed_again)
+    server.start()
+
+    async def back():
+        return await backend.contains(keys_of(1)) == [False] and not node_of(backend).is_open
+
+    await until(back)
+    assert backend.counters().get("read_failed") is None
+
+
 async def test_a_near_server_that_was_slow_to_greet_is_near_once_it_answers(backend):
     node = node_of(backend)
     node._round_trip_s = 1.0
