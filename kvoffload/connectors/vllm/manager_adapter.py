@@ -33,7 +33,7 @@ from kvoffload.offload.base import (
     StoreJob,
     tenant_id,
 )
-from kvoffload.offload.hints import Hints
+from kvoffload.offload.hints import NO_HINTS, Hints
 from kvoffload.offload.host_cache import HostCache
 from kvoffload.offload.manager import CPU, TieredOffloadingManager
 from kvoffload.policies.lru import LRUPolicy
@@ -167,6 +167,8 @@ class ManagerAdapter(VllmManager):  # type: ignore[misc]  # untyped base
 
     def hints(self, req_context: VllmContext) -> Hints:
         """Return what a request asks for."""
+        if not self._num_slots:
+            return NO_HINTS  # which may be used, and the names of tiers, are known later
         return self.manager.hints(self._context(req_context))
 
     def explain(self, keys: Sequence[OffloadKey], req_context: VllmContext) -> list[str]:
@@ -226,9 +228,10 @@ class ManagerAdapter(VllmManager):  # type: ignore[misc]  # untyped base
     ) -> VllmStoreOutput:
         if req_context.req_id in self._kept_out:
             return VllmStoreOutput([], CPULoadStoreSpec(()), [])  # None would be offered again
-        wanted = list(keys)
-        self._count_use(wanted, req_context)
-        output = self.manager.prepare_store(wanted, self._context(req_context))
+        wanted, output = list(keys), None
+        if self._num_slots:  # else all are offered again, and none counts as lost
+            self._count_use(wanted, req_context)
+            output = self.manager.prepare_store(wanted, self._context(req_context))
         if output is None:  # vLLM would log a line a request and step
             self.unplaced[req_context.req_id] = tuple(wanted)
             return VllmStoreOutput([], CPULoadStoreSpec(()), [])
@@ -267,6 +270,8 @@ class ManagerAdapter(VllmManager):  # type: ignore[misc]  # untyped base
         context = self._context(req_context)
         self._tenants.pop(req_context.req_id, None)
         self._kept_out.discard(req_context.req_id)  # it did not count: it neither loads nor stores
+        if not self._num_slots:
+            return
         named = req_context.get_state(_Named) or _Named()
         self._uses.end(context, lambda: self._in_order(named.keys, req_context))
 

@@ -29,6 +29,7 @@ from kvoffload.connectors.vllm.step_messages import StepMetadata, WorkerInfo, Wo
 from kvoffload.connectors.vllm.worker_presence import IndexPart, PresenceReply
 from kvoffload.errors import ConfigError
 from kvoffload.messages import TransferResult, make_offload_key
+from kvoffload.metrics.names import STORES_DROPPED
 from kvoffload.offload.base import ReqContext as OurContext
 from kvoffload.offload.figures import NO_ROOM
 
@@ -405,3 +406,36 @@ def test_requests_that_came_before_the_workers_are_queued_once_there_is_a_manage
     half.meet_workers([WorkerInfo(4, 4096, {"rank": 0})])
     waiting = half.adapter.manager.waiting
     assert [request.context.req_id for request in waiting.requests.values()] == ["a", "b"]
+
+
+WISHES = {"priority": 1, "tiers": ["disk"], "session": "s", "returns": "soon"}
+
+
+def test_what_requests_wish_before_the_workers_are_known_is_not_called_wrong(caplog):
+    half = bare_half(cpu_bytes=16384, backends=[DISK], client_hints=[*WISHES])
+    context = ReqContext("early", {"kvoffload": WISHES})
+    half.adapter.hints(context)
+    half.adapter.prepare_store(KEYS[:2], context)
+    half.adapter.on_request_finished(context)
+    half.meet_workers([worker(0)])
+    assert not +half.adapter.events
+    assert "hint" not in caplog.text
+
+
+def test_chunks_offered_before_the_workers_are_known_are_offered_again_and_not_lost():
+    half = bare_half(cpu_bytes=16384)
+    state = types.SimpleNamespace(offload_keys=KEYS[:2], next_stored_chunk_idx=2)
+    request = types.SimpleNamespace(
+        request_id="r", is_finished=lambda: False, num_computed_tokens=32
+    )
+    half._req_status = {"r": types.SimpleNamespace(req=request, group_states=[state])}
+    context = ReqContext("r")
+    for _ in range(2):
+        assert half.adapter.prepare_store(KEYS[:2], context).keys_to_store == []
+        withheld_stores.offer_refused(half)
+        assert state.next_stored_chunk_idx == 0
+        state.next_stored_chunk_idx = 2
+    dropped = {labels: n for name, labels, n in half.adapter._samples() if name == STORES_DROPPED}
+    assert not any(dropped.values())
+    half.meet_workers([worker(0)])
+    assert half.adapter.prepare_store(KEYS[:2], context).keys_to_store == KEYS[:2]
