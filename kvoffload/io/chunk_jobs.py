@@ -148,6 +148,7 @@ class ChunkJobs:
             else:
                 answers = await store.backend.read(keys, views)
             same_length(answers, keys)
+            self._count_arrivals()
             for i, fine in enumerate(answers):
                 if fine and not ok[part[i]]:
                     arrived(i)
