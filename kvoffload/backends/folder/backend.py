@@ -195,11 +195,13 @@ class FolderBackend(AsyncChunkBackend):
         It counts on the thread of the mount, where it is known whether a file came that the caller
         has given up.
         """
-        room, nbytes = self._housekeeper.room, chunk.nbytes
-        if not room.reserve(nbytes, (self._folder_name, key)):
+        room, nbytes, file = self._housekeeper.room, chunk.nbytes, (self._folder_name, key)
+        if not room.reserve(nbytes, file):
             return _FULL
         if reason := self._files.write(turn, key, chunk, tenant):
-            room.release(nbytes, reason)
+            room.release(nbytes, reason, file)
+        else:
+            room.written(nbytes, file)
         return reason
 
     async def has(self, key: bytes) -> bool:

@@ -5,6 +5,7 @@ capacity holds although no two hosts share a lock or a counter.
 """
 
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterable, Set
 
 from kvoffload.backends.disk.chunk_file import bytes_on_disk
@@ -28,6 +29,8 @@ class Room:
         self._resident_bytes: int | None = None
         self._counted_bytes = self._half_bytes = 0
         self._new: set[tuple[str, bytes]] = set()
+        self._writing: Counter[tuple[str, bytes]] = Counter()
+        """Bytes of the chunks that are being written: a listing may not see their files."""
         self.stored_bytes = 0
         """Since the start: of chunks, and of those being written."""
         self.limit_bytes = 0
@@ -49,6 +52,7 @@ class Room:
             has_room = self.stored_bytes + size <= self.limit_bytes and self.is_known
             if has_room:
                 self.stored_bytes += size
+                self._writing[file] += size
                 if len(self._new) < _MOST_NEW:
                     self._new.add(file)
             is_short = not has_room or self.stored_bytes > self._half_bytes
@@ -77,9 +81,20 @@ class Room:
         """Whether this process's record is so young that the evictor counts with it."""
         return clock.now_s() < self._until_s
 
-    def release(self, chunk_bytes: int, reason: str) -> None:
+    def written(self, chunk_bytes: int, file: tuple[str, bytes]) -> None:
+        """Note that the file of a chunk has its name."""
+        with self._lock:
+            self._end(chunk_bytes, file)
+
+    def _end(self, chunk_bytes: int, file: tuple[str, bytes]) -> None:
+        self._writing[file] -= bytes_on_disk(chunk_bytes)
+        if self._writing[file] <= 0:
+            del self._writing[file]
+
+    def release(self, chunk_bytes: int, reason: str, file: tuple[str, bytes]) -> None:
         """Count a chunk no more that was not written, for this reason."""
         with self._lock:
+            self._end(chunk_bytes, file)
             self.stored_bytes = max(0, self.stored_bytes - bytes_on_disk(chunk_bytes))
             self.out_of_space += reason in _OUT_OF_SPACE
         if reason in _OUT_OF_SPACE:
@@ -97,10 +112,10 @@ class Room:
             self._until_s = began_s + valid_s
 
     def listed(self) -> tuple[int, Set[tuple[str, bytes]]]:
-        """Return ``stored_bytes`` for a listing that begins, and what is not in them: it grows."""
+        """Return the bytes written before a listing, and what is not in them: it grows."""
         with self._lock:
-            self._new = set()
-            return self.stored_bytes, self._new
+            self._new = set(self._writing)
+            return max(0, self.stored_bytes - self._writing.total()), self._new
 
     def limit(self, limit_bytes: int, counted_bytes: int, resident_bytes: int | None) -> None:
         """Take in the limit, and what the evictor has counted: of this process, and of all.

@@ -83,7 +83,7 @@ async def test_at_each_moment_of_a_turn_usage_is_within_the_capacity(tmp_path, m
             reserved += 1
         seen.append(backend.usage().resident_bytes or 0)
         for _ in range(reserved):
-            room.release(SIZE, "")
+            room.release(SIZE, "", ("folder", b"key"))
 
     monkeypatch.setattr(room, "limit", limit)
     for number in range(20):
@@ -120,6 +120,31 @@ async def test_a_listing_counts_once_what_its_process_stores_meanwhile(tmp_path)
     vfs.rename = rename
     assert await store(backend, [slow]) == [True]
     assert backend.usage().resident_bytes == stored_bytes(tmp_path / "share") == 12 * ON_DISK
+    await backend.close()
+
+
+async def test_a_listing_counts_once_what_its_process_began_to_store_before(tmp_path):
+    vfs, moving, go = Vfs(), threading.Event(), threading.Event()
+    backend = open_folder(tmp_path / "share", vfs=vfs)
+    assert await store_at_last(backend, keys_of(4))
+    evictor = backend._housekeeper._evictor
+    (slow,) = keys_of(1, "slow")
+
+    def rename(temporary, path, of=vfs.rename):
+        if path.endswith(slow.hex()):
+            moving.set()
+            go.wait(60)
+        of(temporary, path)
+
+    vfs.rename = rename
+    task = asyncio.ensure_future(store(backend, [slow]))
+    assert await until(moving.is_set)
+    scans = evictor.scans
+    evictor._scan_due_s, evictor._scan_again_s = 0.0, 0.0
+    assert await until(lambda: evictor.scans > scans)
+    go.set()
+    assert await task == [True]
+    assert backend.usage().resident_bytes == stored_bytes(tmp_path / "share") == 5 * ON_DISK
     await backend.close()
 
 
