@@ -17,6 +17,8 @@ def test_after_it():
     pass
 """
 
+QUIET = ("-W", "ignore::pytest.PytestAssertRewriteWarning")
+
 
 @pytest.fixture
 def run(python):
@@ -25,7 +27,8 @@ def run(python):
     def run(*arguments):
         command = [*python, "-m", "pytest", "-c", "tests/gpu/pytest.ini", "--rootdir", "."]
         return subprocess.run(
-            [*command, "-p", "no:cacheprovider", "-q", "--tb=short", *arguments],
+            # A fork has plug-ins that pytest would have imported by itself, and warns of them.
+            [*command, "-p", "no:cacheprovider", "-q", "--tb=short", *QUIET, *arguments],
             cwd=ROOT,
             capture_output=True,
             text=True,
