@@ -60,7 +60,7 @@ class FakeCuda:
 
     class Stream:
         def __init__(self, cuda_stream=0, device=None):
-            self.cuda_stream, self.device = cuda_stream, device
+            self.cuda_stream, self.device = cuda_stream, device or torch.device("cuda", 0)
 
         def wait_event(self, event):
             assert isinstance(event, FakeCuda.Event)
@@ -132,6 +132,7 @@ def install(put, portion_bytes):
     put(torch.cuda, "set_device", lambda device: None)
     put(torch.cuda, "synchronize", lambda device=None: None)
     put(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
+    put(torch.cuda, "set_stream", lambda stream: None)
     put(torch.cuda, "device", lambda device: contextlib.nullcontext())
     put(torch.cuda, "current_device", lambda: 0)
     put(torch.cuda, "current_stream", lambda device=None: FakeCuda.Stream())

@@ -36,11 +36,12 @@ class CudaEvent:
     """A torch event for threads of any current device.
 
     torch asks for an event with the thread's own current device. On a thread without one that is
-    the first GPU, where the question would take memory for a context.
+    the first GPU, where the question would take memory for a context. The device is named by its
+    number, which torch takes without a look at it: an engine's thread asks at each step.
     """
 
     def __init__(self, stream: Any, *, timed: bool) -> None:
-        self._device = stream.device
+        self._device = stream.device.index
         self.torch = _cuda.Event(enable_timing=timed, blocking=True)
         self.torch.record(stream)
 
@@ -181,7 +182,7 @@ class CudaDevice:
 
     def engine_event(self) -> CudaEvent:
         """Mark the engine's current stream on the calling thread as it is now."""
-        return CudaEvent(torch.cuda.current_stream(self._device), timed=False)
+        return CudaEvent(torch.cuda.current_stream(self._device.index), timed=False)
 
     def new_stream(self) -> CudaStream:
         """Make a stream of the highest priority, which no one else uses."""
@@ -237,9 +238,12 @@ class CudaDevice:
         stage: torch.Tensor,
         to_stage: bool,
     ) -> None:
-        """Gather pages into staging memory, chunk after chunk; or scatter them to their blocks."""
-        with torch.cuda.stream(stream.torch):
-            self._kernels.move(part, table, stage, to_stage)
+        """Gather pages into staging memory, chunk after chunk; or scatter them to their blocks.
+
+        On a thread that uses no other stream of torch: this one stays its current one.
+        """
+        torch.cuda.set_stream(stream.torch)
+        self._kernels.move(part, table, stage, to_stage)
 
     def copy(self, stream: CudaStream, copies: Copies, to_host: bool, memory: Pinning) -> None:
         """Copy between device memory and host memory, in any order among the copies.
