@@ -62,7 +62,7 @@ def run(folder: str | None = None, total_bytes: int = TOTAL_BYTES) -> dict[str, 
         for size, label in ((2 << 20, "2 MiB"), (256 << 10, "256 KiB")):
             for io in ("direct", "auto", "buffered"):
                 rows += _Transfers(scratch, io, size, label, total_bytes).measured()
-        for io in ("direct", "cached"):  # in slots, where the file system can free parts of a file
+        for io in ("direct", "auto"):  # in slots, where the file system can free parts of a file
             rows += _Transfers(scratch, io, 64 << 10, "64 KiB", total_bytes // 4).measured()
         rows += [*_verification(scratch), *_lookup(scratch), *_restart(scratch), *_latency(scratch)]
         return report("disk", rows)
