@@ -50,7 +50,8 @@ class InFlight(Generic[T]):
         self._lock = lock or threading.RLock()
         self._room = {kind: threading.Condition(self._lock) for kind in _KINDS}
         """What a transfer waits for."""
-        self._waiting = dict.fromkeys(_KINDS, 0)
+        self._waiting: list[Kind] = []
+        """The kinds of the transfers that wait."""
         self._under_way = dict.fromkeys(_KINDS, 0)
         self.nbytes = 0
         """Bytes in flight now."""
@@ -64,14 +65,16 @@ class InFlight(Generic[T]):
                 self._wait(transfer)
             self._under_way[kind] += 1
             self.nbytes += transfer.nbytes
-            self._admit_another()
+            if self._waiting:
+                self._admit_another()
 
     def leave(self, transfer: T) -> None:
         """End a transfer that was admitted."""
         with self._lock:
             self._under_way[transfer.kind] -= 1
             self.nbytes -= transfer.nbytes
-            self._admit_another()
+            if self._waiting:
+                self._admit_another()
 
     def wake(self) -> None:
         """Let every transfer that waits look whether it has to end."""
@@ -81,20 +84,20 @@ class InFlight(Generic[T]):
 
     def _wait(self, transfer: T) -> None:
         until_s = time.monotonic() + self._patience_s
-        self._waiting[transfer.kind] += 1
+        self._waiting.append(transfer.kind)
         try:
             while not self._admits(transfer):
                 if not self._room[transfer.kind].wait(until_s - time.monotonic()):
                     raise TimeoutError("no room in time")
                 self._check(transfer)
         finally:
-            self._waiting[transfer.kind] -= 1
+            self._waiting.remove(transfer.kind)
             self._admit_another()
 
     def _admit_another(self) -> None:
         """Wake one transfer that waits; it wakes the next one, or waits again."""
         for kind in _KINDS:
-            if self._waiting[kind]:
+            if kind in self._waiting:
                 self._room[kind].notify()
                 if kind != "lookup":
                     return
@@ -102,7 +105,7 @@ class InFlight(Generic[T]):
     def _admits(self, transfer: T) -> bool:
         if transfer.kind == "lookup":
             return not self._under_way["lookup"]
-        if transfer.kind == "store" and self._waiting["load"]:
+        if transfer.kind == "store" and "load" in self._waiting:
             return False
         transfers = self._under_way["load"] + self._under_way["store"]
         fits = transfers < self._least or self.nbytes + transfer.nbytes <= self._most_bytes

@@ -39,8 +39,6 @@ log = logging.getLogger(__name__)
 
 _STALLED = "%s: every thread has hung in a %s for %g s; chunks are misses until one returns"
 T = TypeVar("T")
-Work = Callable[[int], list[Any]]
-"""Returns the answers of a run."""
 
 
 class ChunkwiseBackend(CountedBackend, ABC):
@@ -126,10 +124,9 @@ class ChunkwiseBackend(CountedBackend, ABC):
 
         ``is_quick``: items take some 10 µs and rarely wait; see :meth:`BlockingPool.fill`.
         """
-        runs = [range(i, i + 1) for i in range(items)]
-        return await self.run_all(
-            kind, runs, lambda run: [work(run.start)], failed, is_quick=is_quick
-        )
+        answers = [failed] * items
+        await self.__fill(kind, answers, work, is_quick)
+        return answers
 
     async def run_all(
         self,
@@ -149,25 +146,31 @@ class ChunkwiseBackend(CountedBackend, ABC):
             failed: the answer of each item of a run that raises, or is not begun.
             is_quick: as of :meth:`run_each`.
         """
+        answers = [[failed] * len(run) for run in runs]
+        await self.__fill(kind, answers, lambda i: work(runs[i]), is_quick)
+        return [answer for of_run in answers for answer in of_run]
 
-        def attempt(i: int) -> list[T]:
+    async def __fill(
+        self, kind: Kind, answers: list[T], work: Callable[[int], T], is_quick: bool
+    ) -> None:
+        """Set ``answers[i] = work(i)``, but for each one that raises, or is not begun."""
+
+        def attempt(i: int) -> T:
             if not self.is_closed:
                 try:
-                    return work(runs[i])
+                    return work(i)
                 except Exception as error:
                     self.note_failure(kind, error)
-            return [failed] * len(runs[i])
+            return answers[i]
 
-        answers = [[failed] * len(run) for run in runs]
         await self.fill_answers(kind, answers, attempt, is_quick)
-        return [answer for of_run in answers for answer in of_run]
 
     # ---- where the functions run: by default, on the event loop -----------------------------
 
     async def fill_answers(
-        self, kind: Kind, answers: list[Any], work: Work, is_quick: bool
+        self, kind: Kind, answers: list[Any], work: Callable[[int], Any], is_quick: bool
     ) -> None:
-        """Set ``answers[i] = work(i)`` for each run that is begun; ``work`` does not raise."""
+        """Set ``answers[i] = work(i)`` for each that is begun; ``work`` does not raise."""
         for i in range(len(answers)):
             answers[i] = work(i)
             await asyncio.sleep(0)
@@ -270,11 +273,12 @@ class ThreadPoolBackend(ChunkwiseBackend):
         )
 
     async def fill_answers(
-        self, kind: Kind, answers: list[Any], work: Work, is_quick: bool
+        self, kind: Kind, answers: list[Any], work: Callable[[int], Any], is_quick: bool
     ) -> None:
-        def gave_up(runs: int, is_first: bool) -> None:
-            """Count the last runs, refused because every thread hangs; log the first of a stall."""
-            self.count(f"{kind}_stalled", sum(len(run) for run in answers[-runs:]))
+        def gave_up(items: int, is_first: bool) -> None:
+            """Count the last ones, refused because every thread hangs; log the first of a stall."""
+            chunks = (len(each) if isinstance(each, list) else 1 for each in answers[-items:])
+            self.count(f"{kind}_stalled", sum(chunks))
             if is_first:
                 log.warning(_STALLED, self.__name, kind, pool.stall_s)
 
