@@ -18,6 +18,7 @@ import time
 import tracemalloc
 from array import array
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from benchmarks.harness import Row, report
@@ -116,7 +117,7 @@ class _Ours:
         self._count += 1
         return Request(f"r{self._count}", HashChain(self.hasher, tokens))
 
-    def lookup(self, manager: Any, request: Any) -> tuple[Any, int]:
+    def lookup(self, manager: Any, request: Any) -> Any:
         return manager.get_computed_blocks(request)
 
     def append(self, request: Any, token: int) -> None:
@@ -154,7 +155,7 @@ class _Vllm:
             f"r{self._count}", tokens, self._params, None, block_hasher=self._hasher
         )
 
-    def lookup(self, manager: Any, request: Any) -> tuple[Any, int]:
+    def lookup(self, manager: Any, request: Any) -> Any:
         return manager.get_computed_blocks(request)[:2]
 
     def append(self, request: Any, token: int) -> None:
@@ -347,7 +348,7 @@ def _plain_rows() -> list[Row]:
         ("hash a 32k prompt", _hashing(ours), bare_hashing, "bare hashlib"),
         ("admit a cached 32k prompt", _cached(ours, [None]), bare_lookups, "bare dict.get"),
     ):
-        mine, least = (1e6 / BLOCKS * s for s in _best(round_, lambda bare=bare: _timed(bare)))
+        mine, least = (1e6 / BLOCKS * s for s in _best(round_, partial(_timed, bare)))
         rows.append(_row(case, mine, "µs/block", least, name, least / mine))
     return rows
 

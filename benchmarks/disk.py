@@ -16,7 +16,7 @@ import shutil
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
@@ -24,6 +24,7 @@ from unittest.mock import patch
 
 from benchmarks.harness import Row, best_of, report, row
 from kvoffload.backends.disk.backend import DiskBackend, DiskOptions
+from kvoffload.backends.disk.descriptors import Descriptors
 from kvoffload.backends.disk.index import name_of
 from kvoffload.backends.disk.paths import SHARDS, SNAPSHOT
 from kvoffload.backends.disk.segment import make_segment, pack_entry
@@ -381,7 +382,7 @@ def _restart_of_slots(root: str) -> float:
     """Make a table of 100,000 chunks; return the time until all are known again."""
     asyncio.run(_open(root).close())
     stem = f"{root}/{namespace_digest('bench').hex()}/segments/{'0' * 16}"
-    segment = make_segment(Vfs(), stem, f"{root}/new", 68 << 10, durable=False)
+    segment = make_segment(Descriptors(Vfs()), stem, f"{root}/new", 68 << 10, durable=False)
     for slot, key in enumerate(keys_of(100_000)):
         segment.set_entry(slot, pack_entry(key, time.time_ns()))
     segment.close()
@@ -450,7 +451,7 @@ def _timed(work: Callable[[], object]) -> float:
     return time.perf_counter() - began
 
 
-def _all(answers: list[bool]) -> None:
+def _all(answers: Sequence[object]) -> None:
     if not all(answers):
         raise RuntimeError("a chunk was refused or missed")
 

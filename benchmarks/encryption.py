@@ -11,6 +11,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,17 +39,17 @@ def run(total_bytes: int = TOTAL_BYTES) -> dict[str, Any]:
         rows = list(_seals(total_bytes))
         for size, label in SIZES:
             for io in ("direct", "buffered"):
-                disk = {"io": io, "min_free": 0, "capacity": 8 * total_bytes}
+                options = {"io": io, "min_free": 0, "capacity": 8 * total_bytes}
                 roots = [str(scratch / f"{io}-{size}-{kind}") for kind in ("plain", "encrypted")]
-                rows += _measured(
-                    f"disk, {label}, {io}", size, total_bytes, keys,
-                    lambda i, more, roots=roots, disk=disk: open_backend(
-                        "disk", {"root": roots[i], **disk, **more}, "bench"
-                    ),
-                )  # fmt: skip
+                open_it = partial(_disk, roots, options)
+                rows += _measured(f"disk, {label}, {io}", size, total_bytes, keys, open_it)
         return report("encryption", [*rows, *_redis(scratch, keys, total_bytes)])
     finally:
         shutil.rmtree(scratch)
+
+
+def _disk(roots: list[str], options: dict[str, Any], i: int, more: dict[str, Any]) -> Backend:
+    return open_backend("disk", {"root": roots[i], **options, **more}, "bench")
 
 
 def _redis(scratch: Path, keys: Path, total_bytes: int) -> Iterator[Row]:

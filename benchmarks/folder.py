@@ -89,7 +89,8 @@ async def _transfers(scratch: str, count: int) -> list[Row]:
             best[name, side] = min(end - start, best.get((name, side), end - start))
 
     tiers = {name: _Tier(backend, keys, slots) for name, backend in backends.items()}
-    sides, names = {**tiers, **loops}, [*backends, *loops]
+    sides: dict[str, _Tier | _Plain] = {**tiers, **loops}
+    names = [*sides]
     for turn in range(ROUNDS):
         for number in range(len(names)):
             side = names[(turn + number) % len(names)]

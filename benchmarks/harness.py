@@ -42,10 +42,14 @@ def best_of(*sides: Callable[[], object], rounds: int = 7) -> list[float]:
 
 
 def row(
-    case: str, value: float, unit: str, limit: float | None = None, limit_name: str | None = None
+    case: str,
+    value: float | str,
+    unit: str,
+    limit: float | None = None,
+    limit_name: str | None = None,
 ) -> Row:
-    """One measurement; the ratio is value to limit."""
-    ratio = value / limit if limit else None
+    """One measurement, or a word that stands for one; the ratio is value to limit."""
+    ratio = value / limit if limit and not isinstance(value, str) else None
     return {
         "case": case,
         "value": value,

@@ -113,8 +113,8 @@ def _connector(root: str, form: str) -> LocalConnector:
         (CanonicalKVCacheTensor(tensor, 4096),), ((CanonicalKVCacheRef(0, 4096),),)
     )
     disk = {"type": "disk", "root": root, "capacity": "1GiB", "min_free": 0}
-    settings = {"cpu_bytes": "1MiB", "policy": "lru", "backends": [disk], "io": form}
-    settings |= {"blocks_per_chunk": 1}
+    settings: dict[str, Any] = {"cpu_bytes": "1MiB", "policy": "lru", "backends": [disk]}
+    settings |= {"io": form, "blocks_per_chunk": 1}
     facts = {"model": "m", "weights": "none", "dtype": "bytes"}
     return LocalConnector(settings, caches, block_size=BLOCK, facts=facts)
 
@@ -161,7 +161,12 @@ def _measured(root: str, form: str) -> dict[str, tuple[dict[str, int], list[str]
             connector.update_state_after_alloc(request, [[block]], BLOCK)
             time.sleep(0.3)  # a poll that comes too early would be counted
             ended: list[LoadOutcome] = []
-            _until(lambda: ended.extend(connector.poll()) or ended)
+
+            def polled() -> list[LoadOutcome]:
+                ended.extend(connector.poll())
+                return ended
+
+            _until(polled)
             if not ended[0].ok:
                 raise RuntimeError("the load failed")
 

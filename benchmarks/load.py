@@ -89,7 +89,7 @@ def _case(folder: str | None, count: int, page_bytes: int, label: str) -> list[R
 
     try:
         _all(loop.run(disk.write(keys, views)))
-        few = np.arange(count) % FEW_SLOTS
+        few = [slot % FEW_SLOTS for slot in range(count)]
         limit, *times = best_of(
             read, one_after_the_other, lambda: load(range(count)), lambda: load(few), rounds=5
         )
@@ -106,6 +106,6 @@ def _case(folder: str | None, count: int, page_bytes: int, label: str) -> list[R
         shutil.rmtree(scratch)
 
 
-def _all(answers: Sequence[bool]) -> None:
+def _all(answers: Sequence[object]) -> None:
     if not all(answers):
         raise RuntimeError("a chunk was not read or written")

@@ -192,17 +192,17 @@ class Bench:
             for _ in range(ROUNDS):
                 turn("raw put", lambda: self.on_threads(self.raw_put))
                 turn("raw get", lambda: self.on_threads(self.raw_get))
-                for verb in ("put", "get"):
-                    turn(verb, lambda verb=verb: runner.run(self.tier(backend, verb)))
+                turn("put", lambda: runner.run(self.tier(backend, "put")))
+                turn("get", lambda: runner.run(self.tier(backend, "get")))
             runner.run(backend.close())
         return best
 
     def many_loads(self) -> tuple[float, float]:
         """Return the rates of 32 loads at once: the tier's, and obstore's alone."""
-        retry = {"max_retries": 0, "retry_timeout": timedelta(seconds=60)}
         alone = S3Store(
             "bench", prefix="kv", endpoint=self.options["endpoint"], region="us-east-1",
-            access_key_id="a", secret_access_key="b", unsigned_payload=True, retry_config=retry,
+            access_key_id="a", secret_access_key="b", unsigned_payload=True,
+            retry_config={"max_retries": 0, "retry_timeout": timedelta(seconds=60)},
             client_options={"allow_http": True}, virtual_hosted_style_request=False,
         )  # fmt: skip
 
@@ -258,7 +258,7 @@ def cpu_s() -> float:
 
 def engine_thread_s() -> float:
     """Return the time of a lookup on the engine's thread for a key whose answer is known."""
-    cache = PresenceCache(lambda: None, 60.0, 60.0, 60.0)
+    cache = PresenceCache(lambda: None, 60.0, 60.0)
     keys = [os.urandom(36) for _ in range(LOOKUP_KEYS)]
     for i, key in enumerate(keys):
         cache.set(key, i % 2 == 0)

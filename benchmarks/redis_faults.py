@@ -124,7 +124,7 @@ class Engine:
         new = [*missing, *keys_of(2, f"new{next(self._fresh)}")]
         stored = await self._backend.write(new, filled(new))
         self.seen.longest_job_s = max(self.seen.longest_job_s, time.perf_counter() - began)
-        return good.count(True) + sum(stored[-2:]), len(good) + 2
+        return good.count(True) + sum(map(bool, stored[-2:])), len(good) + 2
 
 
 def observe(scene: Scene) -> Observed:

@@ -13,7 +13,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ LEAST_S = 10.0
 """A part is not begun with less time than this."""
 MOST_LINES, MOST_COLUMNS = 40, 200
 """Of a failed part's output, in the report and on the screen."""
-GOALS = {
+GOALS: dict[str, tuple[str, Callable[..., Any], float]] = {
     "one way": ("direct pieces, one way, of one large copy", min, 0.95),
     "both ways": ("direct pieces, both ways, of one large copy each", min, 0.90),
     "small pieces": ("staged pieces, of large copies", min, 0.85),

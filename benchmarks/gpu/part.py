@@ -14,7 +14,7 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 
 from benchmarks.harness import Row, row
@@ -51,7 +51,7 @@ def sanitize() -> Iterator[Row]:
         yield row("compute-sanitizer", "not installed", "")
 
 
-TESTS = {
+TESTS: dict[str, Callable[[], Iterator[Row]]] = {
     "round_trips": partial(run_tests, "round_trip"),
     "growth": partial(run_tests, "grow"),
     "suite": partial(run_tests, "not (round_trip or grow or whatever_the_order)"),

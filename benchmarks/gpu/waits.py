@@ -40,6 +40,10 @@ def _quantiles(ours: Ours, to_host: bool, target: Any, source: Any) -> Iterator[
         yield part, *(quantile(found, share) * 1e6 for found in (took, alone))
 
 
+def _small_load(ours: Ours) -> None:
+    check(ours.begin_one(False))
+
+
 def behind() -> Iterator[Row]:
     """Does a store behind a busy engine hold up a small load, or the engine's own launches?"""
     numbers = device.matrix(64, 64)
@@ -55,7 +59,7 @@ def behind() -> Iterator[Row]:
                 store = ours.begin_behind(True)
                 time.sleep(BEFORE_S)
                 (launch_s,) = times(partial(numbers.add_, 1), 1)
-                (load_s,) = times(lambda ours=ours: check(ours.begin_one(False)), 1)
+                (load_s,) = times(partial(_small_load, ours), 1)
                 check(store)
                 whole_s = time.perf_counter() - begun_s
         case = f"{name}, {'batches' if batches else 'one by one'}, behind a store that waits"

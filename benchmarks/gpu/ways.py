@@ -41,7 +41,9 @@ def ways() -> Iterator[Row]:
         ):
             ends = (here, there) if way == "store" else (there, here)
 
-            def copy(ends: Any = ends, lengths: Any = lengths, how: Any = (order, flag)) -> None:
+            def copy(
+                ends: tuple[Any, Any] = ends, lengths: Any = lengths, how: Any = (order, flag)
+            ) -> None:
                 batch(*ends, lengths, stream, ORDERS[how[0]], FLAGS[how[1]])
                 stream.synchronize()
 

@@ -80,10 +80,10 @@ def run(path: Path) -> dict[str, Any]:
             policy = registry.load(registry.POLICIES, POLICY)(count)
             store = Level("", count, policy)
             hits[f"a store of {tokens:,} tokens"] = replay_levels(requests, [store]).prefix
-        for store, found in hits.items():
+        for name, found in hits.items():
             rate = 100 * found * chunk / asked
-            limit = finest.setdefault(store, rate)
-            case = f"chunks of {chunk} tokens, {store}"
+            limit = finest.setdefault(name, rate)
+            case = f"chunks of {chunk} tokens, {name}"
             rows.append(row(case, rate, "% of tokens", limit, f"chunks of {CHUNK_TOKENS[0]}"))
             print(case, round(rate, 2), file=sys.stderr, flush=True)
     return report("granularity", rows)

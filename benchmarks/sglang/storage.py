@@ -63,7 +63,7 @@ class File:
 
     def save(self, keys: list[str], pages: range) -> bool:
         values = [self.pool.buffer[:, page].flatten() for page in pages]
-        return self.backend.batch_set(keys, values)
+        return bool(self.backend.batch_set(keys, values))
 
     def load(self, keys: list[str], pages: range) -> bool:
         targets = [torch.zeros_like(self.pool.buffer[:, page]).flatten() for page in pages]
@@ -73,7 +73,7 @@ class File:
         return all(value is not None for value in got)
 
     def find(self, keys: list[str]) -> int:
-        return self.backend.batch_exists(keys)
+        return int(self.backend.batch_exists(keys))
 
     def close(self) -> None:
         pass
@@ -103,7 +103,7 @@ class Ours:
         return all(self.backend.batch_get_v1(keys, tokens(pages)))
 
     def find(self, keys: list[str]) -> int:
-        return self.backend.batch_exists(keys)
+        return int(self.backend.batch_exists(keys))
 
     def close(self) -> None:
         self.backend.close()

@@ -8,7 +8,7 @@ installed.
 import pickle
 import sys
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
 from types import FrameType
 from typing import Any, Self
@@ -68,7 +68,7 @@ class Meter:
     """Seconds, or Python functions called, in hooks that are metered; one of both at a time."""
 
     def __init__(self) -> None:
-        self.seconds: Counter[str] = Counter()
+        self.seconds: defaultdict[str, float] = defaultdict(float)
         """By side, and by side and hook."""
         self.calls: Counter[str] = Counter()
         """Functions called, by side."""
@@ -102,10 +102,10 @@ class Meter:
 
         return call
 
-    def take(self) -> tuple[Counter[str], Counter[str]]:
+    def take(self) -> tuple[Mapping[str, float], Counter[str]]:
         """Return seconds and calls since the last call."""
         taken = self.seconds, self.calls
-        self.seconds, self.calls = Counter(), Counter()
+        self.seconds, self.calls = defaultdict(float), Counter()
         return taken
 
 

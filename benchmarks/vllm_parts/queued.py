@@ -57,7 +57,7 @@ def run(intermediate_size: int = SHAPE["intermediate_size"]) -> dict[str, Any]:
         folder = Path(name)
         disk = {"type": "disk", "root": str(folder / "kv"), "min_free": 0}
         extra = {"cpu_bytes": HOST, "backends": [disk], "fixed_weights": True, "canary": False}
-        options = {
+        options: dict[str, Any] = {
             "max_num_seqs": 1,
             "num_gpu_blocks_override": TOKENS // BLOCK + 8,
             "max_model_len": TOKENS + 2 * BLOCK,

@@ -16,6 +16,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -68,13 +69,12 @@ def _rig(model: str, transfer: dict[str, Any]) -> Iterator[Halves]:
 
 def _cases() -> dict[str, Callable[[Halves], Cost]]:
     cases: dict[str, Callable[[Halves], Cost]] = {
-        f"nothing to do, {count} requests decode": lambda rig, count=count: _idle(rig, count)
-        for count in (1, 256)
+        f"nothing to do, {count} requests decode": partial(_idle, count=count) for count in (1, 256)
     }
     for chunks in CHUNKS:
-        cases[f"store of {chunks} chunks"] = lambda rig, n=chunks: _store(rig, n)[0]
-        cases[f"load of {chunks} chunks"] = lambda rig, n=chunks: _load(rig, n)
-    cases["16 stores of 2 chunks in one step"] = lambda rig: _store(rig, 2, 16)[0]
+        cases[f"store of {chunks} chunks"] = partial(_store, chunks=chunks)
+        cases[f"load of {chunks} chunks"] = partial(_load, chunks=chunks)
+    cases["16 stores of 2 chunks in one step"] = partial(_store, chunks=2, count=16)
     cases[f"a request of {CHUNKS[-1]} chunks waits for room"] = _waiting
     return cases
 
@@ -118,27 +118,29 @@ def _over(rig: Halves, prompts: list[list[int]]) -> Cost:
     return {side: seconds[side] * 1e6 for side in SIDES}
 
 
-def _store(rig: Halves, chunks: int, count: int = 1) -> tuple[Cost, list[list[int]]]:
-    prompts = [_prompt(chunks) for _ in range(count)]
-    return _over(rig, prompts), prompts
+def _store(rig: Halves, chunks: int, count: int = 1) -> Cost:
+    return _over(rig, [_prompt(chunks) for _ in range(count)])
+
+
+def _stored(rig: Halves, chunks: int) -> list[int]:
+    """Store a prompt, wait until all is quiet, and forget its blocks; return the prompt."""
+    _over(rig, [prompt := _prompt(chunks)])
+    rig.quiet()
+    rig.scheduler.reset_prefix_cache()
+    return prompt
 
 
 def _load(rig: Halves, chunks: int) -> Cost:
-    prompts = _store(rig, chunks)[1]
-    rig.quiet()
-    rig.scheduler.reset_prefix_cache()
-    return _over(rig, prompts)
+    return _over(rig, [_stored(rig, chunks)])
 
 
 def _waiting(rig: Halves) -> Cost:
     """A step while a request waits whose chunks are all in host memory, but for blocks."""
     chunks = CHUNKS[-1]
-    prompts = _store(rig, chunks)[1]
-    rig.quiet()
-    rig.scheduler.reset_prefix_cache()
+    prompt = _stored(rig, chunks)
     pool = rig.scheduler.kv_cache_manager.block_pool
     spared = pool.get_new_blocks(pool.get_num_free_blocks() - chunks // 2)
-    rig.add(prompts[0], 2)
+    rig.add(prompt, 2)
     for _ in range(3):
         rig.step()
     rig.meter.take()
