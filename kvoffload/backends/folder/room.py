@@ -95,6 +95,7 @@ class Room:
         """Count a chunk no more that was not written, for this reason."""
         with self._lock:
             self._end(chunk_bytes, file)
+            self._new.discard(file)  # a file of this name is another host's
             self.stored_bytes = max(0, self.stored_bytes - bytes_on_disk(chunk_bytes))
             self.out_of_space += reason in _OUT_OF_SPACE
         if reason in _OUT_OF_SPACE:

@@ -1,6 +1,7 @@
 """How much of what hosts want to store finds room, and what leaves for it."""
 
 import asyncio
+import errno
 import os
 import threading
 import time
@@ -146,6 +147,36 @@ async def test_a_listing_counts_once_what_its_process_began_to_store_before(tmp_
     assert await task == [True]
     assert backend.usage().resident_bytes == stored_bytes(tmp_path / "share") == 5 * ON_DISK
     await backend.close()
+
+
+async def test_a_listing_counts_another_hosts_chunk_whose_store_failed_here_meanwhile(tmp_path):
+    vfs, begun, go = Vfs(), threading.Event(), threading.Event()
+    backend = open_folder(tmp_path / "share", vfs=vfs)
+    other = open_folder(tmp_path / "share")
+    key = keys_of(1)
+    assert await store_at_last(other, key)
+    evictor = backend._housekeeper._evictor
+    assert await until(lambda: backend.usage().resident_bytes == ON_DISK)
+
+    def listfacts(path, of=vfs.listfacts):
+        begun.set()
+        go.wait(60)
+        return of(path)
+
+    def rename(temporary, path, of=vfs.rename):
+        if path.endswith(key[0].hex()):
+            raise OSError(errno.EIO, "as a mount says")
+        of(temporary, path)
+
+    vfs.listfacts, vfs.rename, scans = listfacts, rename, evictor.scans
+    evictor._scan_due_s, evictor._scan_again_s = 0.0, 0.0
+    assert await until(begun.is_set)
+    assert await store(backend, key) == [False]
+    go.set()
+    assert await until(lambda: evictor.scans > scans)
+    assert backend.usage().resident_bytes == stored_bytes(tmp_path / "share") == ON_DISK
+    await backend.close()
+    await other.close()
 
 
 async def test_a_process_removes_what_it_could_not_remove_after_a_failed_store(tmp_path):
