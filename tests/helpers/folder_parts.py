@@ -3,7 +3,11 @@
 import asyncio
 import contextlib
 
+from kvoffload.backends.disk.vfs import Vfs
 from kvoffload.backends.folder.backend import FolderBackend, FolderOptions
+from kvoffload.backends.folder.evictor import Evictor
+from kvoffload.backends.folder.records import Records
+from kvoffload.backends.folder.room import Room
 from kvoffload.config import ByteSize
 from kvoffload.testing.backends import filled, slots, wrong_bytes
 
@@ -14,6 +18,13 @@ ON_DISK = 64 * 1024
 def open_folder(root, namespace="folder", vfs=None, **settings):
     settings = {"capacity": ByteSize(64 << 20), "trust_parent_folders": True, **settings}
     return FolderBackend(FolderOptions(root=str(root), **settings), namespace, vfs=vfs)
+
+
+def new_evictor(root, vfs=None, *, capacity=1 << 30, evicted=lambda *names: None, share=1.0):
+    """Return an evictor whose process stores nothing."""
+    vfs, root = vfs or Vfs(), str(root)
+    records, room = Records(vfs, root, "test"), Room(lambda: None)
+    return Evictor(vfs, root, records, capacity, evicted, room, share)
 
 
 async def store(backend, keys, tenant=b""):

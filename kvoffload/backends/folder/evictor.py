@@ -44,8 +44,8 @@ class Evictor:
         records: of the root.
         capacity_bytes: of all files.
         evicted: called with the namespace's folder and the key of each chunk that left.
-        tenant_share: of the capacity, above which a tenant's own chunks leave first.
         room: of this process, whose stores a scan counts once.
+        tenant_share: of the capacity, above which a tenant's own chunks leave first.
     """
 
     def __init__(
@@ -55,8 +55,8 @@ class Evictor:
         records: Records,
         capacity_bytes: int,
         evicted: Callable[[str, bytes], None],
+        room: Room,
         tenant_share: float = 1.0,
-        room: Room | None = None,
     ) -> None:
         self._vfs = vfs
         self._root = root
@@ -266,8 +266,7 @@ class Evictor:
                 return False
             order = self._oldest
             self._scan = Scan(self._vfs, self._root, self._records, order.tags, order.above())
-            if self._room is not None:
-                self._scan.counted[self._records.token], self._scan.new = self._room.listed()
+            self._scan.counted[self._records.token], self._scan.new = self._room.listed()
             for token, counted in self.counted.items():  # the listing may have missed its record
                 self._scan.counted.setdefault(token, max(0, counted - self._of_newcomer))
         scan = self._scan

@@ -79,7 +79,7 @@ class Housekeeper:
         self._is_closing = False
         self.room = Room(self._wake.set)
         self._evictor = Evictor(
-            vfs, root.path, records, capacity_bytes, evicted, tenant_share, self.room
+            vfs, root.path, records, capacity_bytes, evicted, self.room, tenant_share
         )
         self._is_full = False
         self._looked_s = time.monotonic()

@@ -7,11 +7,10 @@ from collections import Counter
 from types import SimpleNamespace
 
 import pytest
-from folder_parts import SIZE, load, open_folder, store, store_at_last, until
+from folder_parts import SIZE, load, new_evictor, open_folder, store, store_at_last, until
 
 from kvoffload.backends.disk.paths import SHARDS
 from kvoffload.backends.folder import known, upkeep
-from kvoffload.backends.folder.evictor import Evictor
 from kvoffload.backends.folder.records import HostRecord, LeaseRecord, Records
 from kvoffload.backends.folder.scan import Scan
 from kvoffload.backends.header import ALIGNED_BYTES, namespace_digest
@@ -184,7 +183,7 @@ async def test_a_process_that_joins_during_a_scan_keeps_its_limit_and_its_bytes(
     await store(backend, keys)
     await backend.close()
     root = str(tmp_path / "share")
-    evictor = Evictor(HookedVfs(), root, Records(HookedVfs(), root, "test"), 1 << 30, print)
+    evictor = new_evictor(root, HookedVfs())
     told = {"holder": "", "host": "", "capacity_bytes": 1 << 30, "resident_bytes": 0}
     told |= {"unsure_bytes": 1, "newcomer_bytes": 0, "counted": {}, "limits": {}}
     evictor.begin(LeaseRecord(**told), is_new=False)  # unsure: it scans in its first turn
@@ -207,8 +206,7 @@ async def test_a_scan_of_many_names_lists_each_folder_once_and_remembers_few(tmp
     await backend.close()
     vfs, gone = CountingVfs(), []
     root = str(tmp_path / "share")
-    records = Records(vfs, root, "test")
-    evictor = Evictor(vfs, root, records, 900 << 13, lambda *names: gone.append(names))
+    evictor = new_evictor(root, vfs, capacity=900 << 13, evicted=lambda *names: gone.append(names))
     evictor.begin(None, is_new=False)
     for _ in range(3):
         evictor._scan_due_s = 0.0  # scans are rare: they take a tenth of the time at most
@@ -229,7 +227,7 @@ async def test_a_file_that_is_evicted_during_a_scan_is_subtracted_once(tmp_path)
     await backend.close()
     vfs, root = HookedVfs(), str(tmp_path / "share")
     records = Records(vfs, root, "test")
-    evictor = Evictor(vfs, root, records, 1 << 30, lambda *names: None)
+    evictor = new_evictor(root, vfs)
     evictor.begin(None, is_new=False)
     evictor.turn({})
     evictor._scan = Scan(vfs, root, records)

@@ -7,17 +7,14 @@ import time
 
 import pytest
 from disk_commands import kvoffload
-from folder_parts import ON_DISK, SIZE, load, open_folder, path_of, store
+from folder_parts import ON_DISK, SIZE, load, new_evictor, open_folder, path_of, store
 
 from kvoffload import open_backend
 from kvoffload.backends.admin import Check, Garbage
-from kvoffload.backends.disk.vfs import Vfs
 from kvoffload.backends.encryption import CipherSeal
 from kvoffload.backends.folder import doctor
 from kvoffload.backends.folder.admin import FolderAdmin
-from kvoffload.backends.folder.evictor import Evictor
 from kvoffload.backends.folder.places import HOSTS, LEASE
-from kvoffload.backends.folder.records import Records
 from kvoffload.errors import ConfigError
 from kvoffload.registry import open_admin
 from kvoffload.testing.backends import filled, keys_of
@@ -72,7 +69,7 @@ async def test_what_a_mount_leaves_of_a_removed_file_is_removed_later(root, fold
     """sshfs leaves one after each failed store while it is full, in shards and in the root."""
     left = root / folder / name
     left.touch()
-    evictor = Evictor(Vfs(), str(root), Records(Vfs(), str(root), "test"), 1 << 30, print)
+    evictor = new_evictor(root)
     evictor._records.set_clock()
     evictor.begin(None, is_new=False)
     evictor.turn({})

@@ -12,6 +12,7 @@ from folder_parts import (
     ON_DISK,
     SIZE,
     load,
+    new_evictor,
     open_folder,
     path_of,
     store,
@@ -22,7 +23,7 @@ from folder_parts import (
 
 from kvoffload.backends.disk.vfs import Vfs
 from kvoffload.backends.folder import clock, scan, upkeep, waiting_writes
-from kvoffload.backends.folder.evictor import DEAD_S, Evictor
+from kvoffload.backends.folder.evictor import DEAD_S
 from kvoffload.backends.folder.records import HostRecord, Records
 from kvoffload.testing.backends import filled, keys_of
 
@@ -188,7 +189,7 @@ async def test_a_process_removes_what_it_could_not_remove_after_a_failed_store(t
     left.touch()
     os.utime(left, (0, 0))
     vfs = Vfs()
-    evictor = Evictor(vfs, str(root), Records(vfs, str(root), "test"), 1 << 30, print)
+    evictor = new_evictor(root, vfs)
     evictor._records.set_clock()
     evictor.begin(None, is_new=False)
     assert await until(lambda: evictor.turn({}) or evictor.scans)
@@ -287,7 +288,7 @@ async def test_a_mount_that_frees_room_late_is_not_emptied_meanwhile(tmp_path, m
     await backend.close()
     vfs, now_s, real = Vfs(), [0.0], time.monotonic
     monkeypatch.setattr(time, "monotonic", lambda: real() + now_s[0])
-    evictor = Evictor(vfs, str(root), Records(vfs, str(root), "test"), 1 << 30, print)
+    evictor = new_evictor(root, vfs)
     evictor.begin(None, is_new=False)
     host = HostRecord(
         host="h", pid=1, stored_bytes=0, limit_bytes=0,
@@ -316,7 +317,7 @@ async def test_who_takes_over_evicts_nothing_for_failures_of_before(tmp_path):
     assert await store_at_last(backend, keys_of(40))
     await backend.close()
     vfs = Vfs()
-    evictor = Evictor(vfs, str(root), Records(vfs, str(root), "test"), 1 << 30, print)
+    evictor = new_evictor(root, vfs)
     host = HostRecord(
         host="h", pid=1, stored_bytes=0, limit_bytes=0,
         largest_bytes=ON_DISK, out_of_space=5,
@@ -346,7 +347,7 @@ async def test_failures_while_a_slow_mount_is_still_evicted_evict_no_more(tmp_pa
         of(path)
 
     vfs.unlink = unlink
-    evictor = Evictor(vfs, str(root), Records(vfs, str(root), "test"), 1 << 30, print)
+    evictor = new_evictor(root, vfs)
     evictor.begin(None, is_new=False)
     for _ in range(20):
         evictor.turn({}, is_full=True)
@@ -367,7 +368,7 @@ async def test_an_eviction_whose_order_is_used_up_waits_for_the_next_listing_onl
 
     vfs.listfacts = listfacts
     monkeypatch.setattr(time, "monotonic", lambda: real() + now_s)
-    evictor = Evictor(vfs, str(root), Records(vfs, str(root), "test"), 40 * ON_DISK, print)
+    evictor = new_evictor(root, vfs, capacity=40 * ON_DISK)
     writer = open_folder(root)
     evictor.begin(None, is_new=True)
     host = HostRecord(
@@ -444,7 +445,7 @@ async def test_a_listing_of_one_large_shard_goes_on_in_the_next_turns(tmp_path, 
     vfs.listfacts = lambda path, of=vfs.listfacts: slowly(of(path))
     monkeypatch.setattr(time, "monotonic", lambda: real() + now_s)
     monkeypatch.setattr(scan, "_FILES_A_STEP", 4)
-    evictor = Evictor(vfs, str(root), Records(vfs, str(root), "test"), 1 << 30, print)
+    evictor = new_evictor(root, vfs)
     evictor.begin(None, is_new=False)
     longest = 0.0
     while not evictor.scans:

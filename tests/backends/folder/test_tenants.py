@@ -8,12 +8,19 @@ import time
 from collections import Counter
 
 import pytest
-from folder_parts import ON_DISK, open_folder, path_of, store, store_at_last, stored_bytes
+from folder_parts import (
+    ON_DISK,
+    new_evictor,
+    open_folder,
+    path_of,
+    store,
+    store_at_last,
+    stored_bytes,
+)
 
 from kvoffload import open_backend
 from kvoffload.backends.folder import scan, upkeep
-from kvoffload.backends.folder.evictor import Evictor
-from kvoffload.backends.folder.records import HostRecord, Records
+from kvoffload.backends.folder.records import HostRecord
 from kvoffload.errors import ConfigError
 from kvoffload.registry import read_options
 from kvoffload.testing.backends import keys_of
@@ -55,9 +62,7 @@ async def stored(root, *owned, **settings):
 
 
 def evictor_of(root, share=0.5, *, capacity=FULL, vfs=None):
-    vfs = vfs or HookedVfs()
-    records = Records(vfs, str(root), "test")
-    evictor = Evictor(vfs, str(root), records, capacity * ON_DISK, lambda *names: None, share)
+    evictor = new_evictor(root, vfs or HookedVfs(), capacity=capacity * ON_DISK, share=share)
     evictor.begin(None, is_new=False)
     return evictor
 
