@@ -553,4 +553,4 @@ class IOClient:
 
 def _of_queue(requests: Iterable[tuple[int, list[bytes]]]) -> bytes:
     """Return what tells of requests: a message for each, as a server refuses a long one."""
-    return b"".join(frame(Await([request])) for request in requests)
+    return b"".join(frame(Await(*request)) for request in requests)

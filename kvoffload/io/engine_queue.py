@@ -31,13 +31,13 @@ class EngineQueue:
         """How long that took the last time."""
 
     def take(self, message: Await) -> None:
-        """Note what requests need, and tell of it soon."""
-        for number, keys in message.requests:
-            if before := self.needs.pop(number, None):
-                self._num_keys -= len(before) + 1
-            if keys and self._num_keys + len(keys) < self._most_keys:
-                self.needs[number] = keys
-                self._num_keys += len(keys) + 1
+        """Note what a request needs, and tell of it soon."""
+        number, keys = message.request, message.keys
+        if before := self.needs.pop(number, None):
+            self._num_keys -= len(before) + 1
+        if keys and self._num_keys + len(keys) < self._most_keys:
+            self.needs[number] = keys
+            self._num_keys += len(keys) + 1
         if not self._is_to_tell:
             self._is_to_tell = True
             # A long queue takes a tenth of the loop's time, and no more.

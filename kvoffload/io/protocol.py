@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 from kvoffload.policies.told_return import ToldReturn
 
-VERSION = 14
+VERSION = 15
 HAD = 2
 """In answers to a store: the chunk was there, and nothing was moved."""
 _LENGTH_BYTES = 4
@@ -167,10 +167,12 @@ class Remove(_Message):
 
 
 class Await(_Message):
-    """Tell stores which chunks requests in the engine's queue need; nothing answers."""
+    """Tell stores which chunks a request in the engine's queue needs; nothing answers."""
 
-    requests: list[tuple[int, list[bytes]]]
-    """Each by its number; without chunks, it waits no more."""
+    request: int
+    """Its number."""
+    keys: list[bytes]
+    """Empty: it waits no more."""
 
 
 class Expect(_Message):

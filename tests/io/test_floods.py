@@ -145,12 +145,12 @@ async def test_the_queue_of_an_engine_is_kept_up_to_the_bound(engines):
     engine = await engines(most=10)
     kept = engine.session.queue.needs
     most = 10 * (KEYS_PER_TASK + 1) // 2
-    await engine.send(Await([(number, [KEY]) for number in range(1000)]), *loads([1]))
+    await engine.send(*(Await(number, [KEY]) for number in range(1000)), *loads([1]))
     await engine.send(Cancel(1))
     await engine.hear(Answered)
     assert len(kept) == most
-    await engine.send(Await([(number, []) for number in range(1000)]))
-    await engine.send(Await([(number, [KEY] * 9) for number in range(10)] * 9), *loads([2]))
+    await engine.send(*(Await(number, []) for number in range(1000)))
+    await engine.send(*[Await(number, [KEY] * 9) for number in range(10)] * 9, *loads([2]))
     await engine.send(Cancel(2))
     await engine.hear(Answered)
     assert len(kept) == 10, "a request that is told again takes its own place"

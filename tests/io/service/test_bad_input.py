@@ -253,7 +253,7 @@ def test_slots_keys_and_names_that_cannot_be_are_misses(talk):
     for order in wrong:
         engine.send(order)
         assert not any(engine.hear(Answered).ok), order
-    engine.send(Remove("none", KEYS), Await([(-1, KEYS)] * 1000))
+    engine.send(Remove("none", KEYS), *[Await(-1, KEYS)] * 1000)
     engine.send(Store(20, "serve", KEYS, [0, 1, 2, 3], SLOT))
     assert set(engine.hear(Answered).ok) <= {1, HAD}
 
@@ -271,7 +271,7 @@ OF_EACH_TYPE = [
     Ask("serve", KEYS),
     Forget("serve", KEYS),
     Remove("serve", KEYS),
-    Await([(1, KEYS)]),
+    Await(1, KEYS),
     Expect([RETURN]),
 ]
 NUMBERS = [math.nan, math.inf, -math.inf, -1, -1.5, 1e300, -(1 << 63), (1 << 64) - 1]
@@ -308,7 +308,7 @@ def test_each_type_of_message_is_tried_with_wrong_numbers():
         *("Open.version", "Open.chunk_bytes", "Open.slot_bytes", "Open.lookup_timeout_s"),
         *("Open.number", "Open.hint_share", "Load.job", "Load.slots", "Load.sizes"),
         *("Store.job", "Store.slots", "Store.sizes", "Cancel.job", "Release.loan"),
-        *("Await.requests", "Expect.returns"),
+        *("Await.request", "Expect.returns"),
     }
 
 
