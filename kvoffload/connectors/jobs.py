@@ -102,7 +102,7 @@ class JobTable(dict[int, Job]):
         job.ranks_unsettled -= 1
         if job_id in self.unsettled and job.ranks_unsettled <= 0:
             del self.unsettled[job_id]
-            self._manager.release_slots(job.unsettled_slots(job.ok), job)
+            self._manager.release_slots(job.unsettled_slots(), job)
 
 
 class UseCounter:

@@ -243,9 +243,8 @@ class Manager(Protocol):
         Args:
             job: from :meth:`begin_load`, :meth:`prepare_store` or :meth:`take_transfers`.
             ok: whether the transfer of each chunk succeeded, in the order of ``job.keys``.
-            settled: False if a late transfer may still touch the host slots of failed chunks (of a
-                :class:`WriteJob`: of all its chunks). The slots stay out of use until
-                :meth:`release_slots`.
+            settled: False if a late transfer may still touch the host slots, those of good chunks
+                as well. They stay out of use until :meth:`release_slots`.
             reason: why chunks failed: :attr:`TransferResult.reason`.
 
         Raises:

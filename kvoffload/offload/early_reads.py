@@ -187,12 +187,12 @@ class EarlyReads:
         Args:
             job: the read.
             ok: for each chunk, whether it succeeded.
-            settled: whether nothing writes to its slots any more; :meth:`released` tells it later.
+            settled: whether nothing uses its slots any more; :meth:`released` tells it later.
             arrived: chunks that host memory has now.
         """
         self._counts["read_early"] += len(arrived)
         self._queue.has_read(job.request, arrived)
-        late_bytes = 0 if settled else self._host.bytes_of_all(job.failed(ok))
+        late_bytes = 0 if settled else job.num_bytes
         self._kept_bytes[job.tier] -= job.num_bytes - late_bytes
         self._promises.keeps_early(job.tier, -job.num_bytes, late_bytes, any(ok))
         job.num_bytes = late_bytes

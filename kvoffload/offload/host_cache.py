@@ -213,6 +213,13 @@ class HostCache:
     def _put(self, slot: int) -> None:
         self._free.append(slot)
 
+    def fill(self, key: OffloadKey, slot: int, settled: bool) -> None:
+        """End the transfer that filled a chunk's slot; unsettled, it goes on to use the slot."""
+        self.make_evictable((key,), (slot,))
+        if not settled:
+            self.pin(key)
+            self.end_use(key, settled)
+
     def give_back(self, key: OffloadKey, slot: int, settled: bool) -> None:
         """End the transfer that was to fill a chunk's slot, without success."""
         self._left((key,))

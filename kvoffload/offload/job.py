@@ -56,14 +56,13 @@ class Job:
             return self.keys
         return tuple(forgotten(key, self.reset) for key in self.keys)
 
-    def failed(self, ok: Sequence[bool]) -> list[OffloadKey]:
-        """Return the chunks whose transfer failed."""
-        return [key for key, fine in zip(self.keys, ok, strict=True) if not fine]
+    def unsettled_slots(self) -> list[int]:
+        """Return the slots that stay out of use after an unsettled answer, of whatever chunks.
 
-    def unsettled_slots(self, ok: Sequence[bool]) -> list[int]:
-        """Return the slots that stay out of use after an unsettled answer."""
-        slots = self.spec.host_slots.tolist()
-        return [slot for slot, fine in zip(slots, ok, strict=True) if not fine]
+        A server of the host stores a chunk that has arrived nearer, out of the slot.
+        """
+        slots: list[int] = self.spec.host_slots.tolist()
+        return slots
 
 
 def forgotten(key: OffloadKey, reset: int) -> OffloadKey:
@@ -132,11 +131,6 @@ class WriteJob(Job):
     """The tier that was meant: another store may have replaced it meanwhile."""
     num_bytes: int
     """Host memory that the write keeps."""
-
-    def unsettled_slots(self, ok: Sequence[bool]) -> list[int]:
-        """Return all slots: a late write may still read each of them."""
-        slots: list[int] = self.spec.host_slots.tolist()
-        return slots
 
 
 @dataclass(eq=False)

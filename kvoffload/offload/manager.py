@@ -226,9 +226,9 @@ class TieredOffloadingManager(OffloadingManager):
 
     def _load_ended(self, job: LoadJob, ok: Sequence[bool], settled: bool, reason: str) -> None:
         if job.sources:
-            self.promises.ended(job, () if settled else job.failed(ok))
+            self.promises.ended(job, () if settled else job.keys)
         # From tail to head, so that the tail of a prompt is the older and leaves first.
-        elif all(ok) and self._host.unpin_all(job.held[::-1]):
+        elif settled and all(ok) and self._host.unpin_all(job.held[::-1]):
             self._retirement.landed(job.keys)
             return
         self._take_in(job, ok, settled, reason)
@@ -305,7 +305,7 @@ class TieredOffloadingManager(OffloadingManager):
     def _store_ended(self, job: StoreJob, ok: Sequence[bool], settled: bool) -> None:
         stored: Sequence[OffloadKey] = job.held
         failed: Sequence[OffloadKey] = ()
-        if not (all(ok) and self._host.all_ready(stored[::-1])):
+        if not (settled and all(ok) and self._host.all_ready(stored[::-1])):
             stored, failed = self._staging.end_store(stored, ok, settled)
             self._not_stored[HOST, "failed"] += len(failed)
             self._events.reasons.note(failed, Reason.FAILED)

@@ -96,7 +96,8 @@ class Staging:
         """End a load of chunks, from tail to head: the tail of a prompt leaves first."""
         host, keys, ended = self._host, job.keys, LoadEnd([], [], [], {})
         held = job.held
-        if self._caching and all(ok) and all(map(host.fetching.__contains__, held)):
+        is_whole = settled and self._caching and all(ok)
+        if is_whole and all(map(host.fetching.__contains__, held)):
             slots = [host.fetching.pop(key) for key in reversed(keys)]
             host.make_evictable(keys[::-1], slots)
             for key in keys:
@@ -113,17 +114,17 @@ class Staging:
             if name in host.fetching:
                 slot = host.fetching.pop(name)
                 if fine and self._caching:
-                    host.make_evictable((key,), (slot,))
+                    host.fill(key, slot, settled)
                     ended.arrived.append(key)
                     if source:
                         ended.fetched.setdefault(source, []).append(key)
                 else:
-                    host.give_back(key, slot, fine or settled)
+                    host.give_back(key, slot, settled)
             else:
                 if not fine and name in host.pinned:
                     host.forget(name)
                     ended.lost.append(name)
-                host.end_use(name, fine or settled)
+                host.end_use(name, settled)
         for moved in (ended.arrived, ended.lost, ended.missed, *ended.fetched.values()):
             moved.reverse()
         return ended
@@ -140,11 +141,11 @@ class Staging:
         failed: list[OffloadKey] = []
         for key, fine in zip(reversed(keys), reversed(ok), strict=True):
             if key not in host.incoming:
-                host.end_use(key, fine or settled)
+                host.end_use(key, settled)
                 continue
             slot = host.incoming.pop(key)
             if fine:
-                host.make_evictable((key,), (slot,))
+                host.fill(key, slot, settled)
                 stored.append(key)
             else:
                 host.give_back(key, slot, settled)

@@ -155,9 +155,11 @@ class Walk(ManagerTruth):
             self.answer(self.manager.complete, job, ok, settled, "missing")
         else:
             self.answer(self.manager.complete_load, bad, context, False, settled, "missing")
+        # Of a load by its keys, a second call answers the good ones.
+        answered = [i for i in range(len(keys)) if by_job or not ok[i]]
         if not settled:
-            late = [(slots[i], keys[i], i in fetched) for i in range(len(keys)) if not ok[i]]
-            self.unsettled.append((job, late))
+            late = [(slots[i], keys[i], i in fetched and not ok[i]) for i in answered]
+            self.leave(job, late)
         for i, key in enumerate(keys):
             if key in bad:
                 assert was_forgotten or key not in self.resident(), "a failed key is still promised"
@@ -294,8 +296,8 @@ class Walk(ManagerTruth):
         else:
             self.answer(self.manager.complete_store, bad, context, False, settled)
         if not settled:
-            late = [(slots[i], keys[i], True) for i in range(len(keys)) if not ok[i]]
-            self.unsettled.append((job, late))
+            answered = [i for i in range(len(keys)) if by_job or not ok[i]]
+            self.leave(job, [(slots[i], keys[i], not ok[i]) for i in answered])
         if not by_job:
             fine = [key for key, fine in zip(keys, ok, strict=True) if fine]
             self.answer(self.manager.complete_store, fine, context)
@@ -329,9 +331,9 @@ class Walk(ManagerTruth):
         if not was_forgotten:
             self.fetching.difference_update(job.keys)
         self.answer(self.manager.complete, job, ok, settled, "missing")
-        if not settled and not all(ok):
-            late = [(slots[i], key, True) for i, key in enumerate(job.keys) if not ok[i]]
-            self.unsettled.append((job, late))
+        if not settled:
+            late = [(slots[i], key, not ok[i]) for i, key in enumerate(job.keys)]
+            self.leave(job, late)
         for key, fine in zip(job.keys, ok, strict=True):
             assert fine or was_forgotten or key not in self.resident(), (
                 "a failed key is still promised"
@@ -353,13 +355,19 @@ class Walk(ManagerTruth):
         self.answer(self.manager.complete, transfer, ok, settled)
         if not settled:
             late = zip(slots, transfer.keys, [False] * len(slots), strict=True)
-            self.unsettled.append((transfer, list(late)))
+            self.leave(transfer, list(late))
+
+    def leave(self, job, late):
+        """A call goes on to use slots after its answer."""
+        self.unsettled.append((job, late, {slot: self.content[slot] for slot, _, _ in late}))
 
     def settle(self, which):
         """A late call lets go: until now it may have written to slots it was filling."""
         if not self.unsettled:
             return
-        job, late = self.unsettled.pop(which % len(self.unsettled))
+        job, late, content = self.unsettled.pop(which % len(self.unsettled))
+        for slot, _, _ in late:
+            assert self.content[slot] == content[slot], "a slot in late use was given away"
         for slot, key, writes in late:
             if writes:
                 self.fill(slot, key, GARBAGE)

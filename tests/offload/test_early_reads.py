@@ -219,7 +219,7 @@ def test_a_tier_that_hangs_keeps_its_budget_and_no_more():
     assert [step(manager) for _ in range(5)] == [[]] * 5
     assert manager.busy_slots == 8
     for job in jobs:
-        manager.release_slots(job.unsettled_slots([False] * len(job.keys)), job)
+        manager.release_slots(job.unsettled_slots(), job)
     assert manager.busy_slots == 0
     assert len(step(manager)) == 2
 
@@ -245,7 +245,7 @@ def test_what_a_tier_that_hangs_has_is_read_from_the_next_tier(late):
             read += job.keys
     assert read == a
     for job in hung:
-        manager.release_slots(job.unsettled_slots([False] * len(job.keys)), job)
+        manager.release_slots(job.unsettled_slots(), job)
     more = keys("more", 4)
     near.held.update(more)
     far.held.update(more)
@@ -260,7 +260,7 @@ def test_a_tier_whose_late_loads_keep_all_that_it_may_reads_nothing_early():
     late = manager.begin_load(loaded[:32], ReqContext("running"))
     manager.complete(late, [False] * 32, settled=False, reason="deadline")
     assert early_in_flight(manager, waits) == []
-    manager.release_slots(late.unsettled_slots([False] * 32), late)
+    manager.release_slots(late.unsettled_slots(), late)
     assert step(manager)
 
 

@@ -17,7 +17,7 @@ def hang(manager, job):
 
 
 def release(manager, job):
-    manager.release_slots(job.unsettled_slots([False] * len(job.keys)), job)
+    manager.release_slots(job.unsettled_slots(), job)
 
 
 def lane(manager):
@@ -126,6 +126,24 @@ def test_loads_that_hang_keep_half_of_host_memory_and_then_their_tier_is_decline
     for transfer in manager.take_transfers():
         manager.complete(transfer, [True] * len(transfer.keys))
     assert manager.busy_slots == 0
+    check(manager)
+
+
+def test_what_has_arrived_stays_in_its_slots_until_a_load_that_hangs_lets_go():
+    """A server of the host may still read them: it stores nearer what a far store has brought."""
+    wanted = keys("a", 4)
+    manager = new_manager(8, [Store(wanted)])
+    manager.lookup_prefix(wanted)
+    job = manager.begin_load(wanted)
+    manager.complete(job, [True] * 4, settled=False, reason="deadline")
+    assert [manager.lookup(key) for key in wanted] == [True] * 4
+    other = manager.prepare_store(keys("b", 8)).job
+    assert {*other.spec.host_slots}.isdisjoint(job.spec.host_slots)
+    manager.complete(other, [False] * 4)
+    release(manager, job)
+    other = manager.prepare_store(keys("b", 8)).job
+    assert len(other.keys) == 8
+    manager.complete(other, [False] * 8)
     check(manager)
 
 

@@ -211,7 +211,7 @@ def test_what_is_in_flight_at_a_reset_can_be_stored_anew_at_once(success):
     manager.complete(new, [True] * 3)
     for job in (written, *old):
         manager.complete(job, [success], settled=False)
-        manager.release_slots(job.unsettled_slots([success]), job)
+        manager.release_slots(job.unsettled_slots(), job)
         assert [manager.lookup(key) for key in new.keys] == [True] * 3
     while jobs := manager.take_transfers():
         for job in jobs:

@@ -76,7 +76,7 @@ def test_a_slot_released_after_all_other_writes_keeps_the_tail_first(policy, ord
     for i in order:
         manager.complete(transfers[i], [i != unsettled] * 2, settled=i != unsettled)
         check(manager)
-    manager.release_slots(transfers[unsettled].unsettled_slots([False] * 2))
+    manager.release_slots(transfers[unsettled].unsettled_slots())
     check(manager)
     assert evicted_one_by_one(manager, 6) == a[::-1]
 
@@ -90,7 +90,7 @@ def test_a_request_that_ends_before_a_slot_is_released_keeps_the_tail_first(poli
     manager.complete(last, [False] * 2, settled=False)
     manager.retire(a, A)
     check(manager)
-    manager.release_slots(last.unsettled_slots([False] * 2))
+    manager.release_slots(last.unsettled_slots())
     check(manager)
     assert evicted_one_by_one(manager, 6) == a[::-1]
 
@@ -234,7 +234,7 @@ def test_a_fetch_of_a_tail_that_ends_after_its_request_keeps_the_tail_first(poli
     manager.retire(a, A)
     ok = [True, settled]
     manager.complete(job, ok, settled)
-    manager.release_slots(job.unsettled_slots(ok))
+    manager.release_slots(job.unsettled_slots())
     check(manager)
     rest = a if settled else a[:3]
     assert evicted_one_by_one(manager, 5) == rest[::-1]

@@ -10,6 +10,7 @@ import threading
 
 import pytest
 
+from kvoffload.backends.disk.vfs import Vfs
 from kvoffload.io import client, greeting, server
 from kvoffload.io.attached import AttachedServer
 from kvoffload.io.client import IOClient
@@ -32,9 +33,10 @@ KEYS = [key_of(0)]
 OPEN = opening([("serve", "serve", {})], SLOT)
 
 
-def started_in_a_thread(path):
+def started_in_a_thread(path, *roots):
     """Start a server in this process; return its thread, and what tells it to end."""
-    settings = read_serve_config({"socket": path, "memory": "1MiB"})
+    disks = [{"type": "disk", "root": str(root), "capacity": "64MiB"} for root in roots]
+    settings = read_serve_config({"socket": path, "memory": "1MiB", "backends": disks})
     listener, is_started, told = Listener(path), threading.Event(), []
 
     def started(made):
@@ -89,6 +91,43 @@ def test_slots_are_free_only_once_a_call_that_hangs_as_the_server_ends_has_retur
     thread.join(20)
     assert not thread.is_alive()
     attached.sock.close()
+
+
+def test_a_disk_that_hangs_stores_no_byte_of_what_an_engine_put_into_the_slots_later(
+    tmp_path, monkeypatch, attach, until
+):
+    """It was to store nearer what a farther disk had brought, after the load was given up."""
+    path, near, far = str(tmp_path / "s"), tmp_path / "near", tmp_path / "far"
+    go_on, hung, pwritev = threading.Event(), [], Vfs.pwritev
+
+    def hanging(fd, *args):
+        if os.readlink(f"/proc/self/fd/{fd}").startswith(str(near)):
+            hung.append(fd)
+            assert go_on.wait(60)
+        return pwritev(fd, *args)
+
+    _, thread, end = started_in_a_thread(path, far)
+    engine = attach(path, slots=24)
+    engine.store("a")
+    end()
+    thread.join(20)
+    _, thread, end = started_in_a_thread(path, near, far)
+    until(lambda: engine.died and engine.client.tiers["serve"].is_open)
+    with monkeypatch.context() as patched:
+        patched.setattr(Vfs, "pwritev", staticmethod(hanging))
+        engine.wait_at_most(0.5)
+        assert engine.load("a") == 10
+        assert hung
+        engine.store("b")
+        go_on.set()
+    engine.check()
+    end()
+    thread.join(20)
+    _, thread, end = started_in_a_thread(path, near)
+    engine.wait_at_most(30.0)
+    assert until(lambda: engine.load("a")), "all chunks of it are right"
+    end()
+    thread.join(20)
 
 
 def test_an_engine_that_is_stopped_with_loans_does_not_delay_the_end(tmp_path, monkeypatch):

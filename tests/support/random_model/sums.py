@@ -115,24 +115,18 @@ class Shares:
         for name in client.tiers:
             of_tier = [job for job in jobs if job.order.tier == name]
             stores = [_slots(job.order) for job in of_tier if isinstance(job.order, Store)]
-            loads = _loads([job for job in of_tier if not isinstance(job.order, Store)], late)
+            loads = _loads([job for job in of_tier if not isinstance(job.order, Store)])
             kept, most = _kept(stores), share + max(map(_largest, stores), default=0)
             assert kept <= most, f"stores on {name} keep {kept} bytes of host memory, not {most}"
             kept, most = _kept(loads), half + max(map(_bytes, loads), default=0)
             assert kept <= most, f"loads from {name} keep {kept} bytes of host memory, not {most}"
 
 
-def _loads(jobs, late):
-    """The slots of each load: its chunks take turns in them, so it may have several jobs.
-
-    Nothing writes any more to the slots of chunks that have arrived; a late load may have some.
-    """
+def _loads(jobs):
+    """The slots of each load: its chunks take turns in them, so it may have several jobs."""
     loads = defaultdict(dict)
     for job in jobs:
-        arrived = getattr(job.listener, "_launched", ()) if job in late else ()
-        free = {job.order.slots[number] for number in arrived}
-        slots = {slot: size for slot, size in _slots(job.order).items() if slot not in free}
-        loads[getattr(job.listener, "_load", job)] |= slots  # early reads have one
+        loads[getattr(job.listener, "_load", job)] |= _slots(job.order)  # early reads have one
     return list(loads.values())
 
 
