@@ -8,6 +8,7 @@ A store that can be examined without opening it, as a folder can, says so by a c
 methods and ``close()``.
 """
 
+import asyncio
 import mmap
 import secrets
 import threading
@@ -17,7 +18,7 @@ from types import MappingProxyType
 from typing import Any, Literal, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 from kvoffload.backends.base import Backend
-from kvoffload.backends.blocking_pool import run_once
+from kvoffload.backends.blocking_pool import begin_once, run_once
 from kvoffload.backends.seals import Seal
 from kvoffload.config import human_bytes
 from kvoffload.errors import ConfigError
@@ -29,6 +30,8 @@ SLOW_BYTES_PER_S = 200e6
 MEASURED_CHUNKS = 16
 LEAST_DIGITS = 8
 """Least length of the beginning of a namespace's name that ``gc`` accepts."""
+HUNG_S = 30.0
+"""Longer than each step of ``doctor`` takes on a device or a mount that is fit to be a tier."""
 _DIGEST_DIGITS = 32
 """A name of so many hexadecimal digits, or more, is a digest."""
 T = TypeVar("T")
@@ -238,6 +241,31 @@ class Command:
             return await run_once(work, self, *given)
         finally:
             self.cancel()
+
+
+async def answered(path: str, work: Callable[..., T], *given: Any, extra_s: float = 0) -> T:
+    """Do a step of ``doctor`` on a thread of its own, which a path that hangs keeps for ever.
+
+    Raises:
+        TimeoutError: it has not ended in :data:`HUNG_S` and what it may need more; see
+            :func:`hung`.
+    """
+    within_s = HUNG_S + extra_s
+    begun = asyncio.wrap_future(begin_once(work, *given))
+    try:
+        await asyncio.wait([begun], timeout=within_s)
+    except asyncio.CancelledError:  # the step removes what it has made
+        await asyncio.wait([begun], timeout=within_s)
+        raise
+    if not begun.done():
+        raise TimeoutError(f"{path} has not answered for {within_s:.0f} s")
+    return begun.result()
+
+
+def hung(error: TimeoutError) -> Finding:
+    """Return the finding of a device or a mount that hangs."""
+    remedy = "see the kernel's log, and the server of a mount; engines go on without what hangs"
+    return Finding("reachable", "failed", str(error), remedy)
 
 
 def first_of(check: str, *rows: tuple[object, Verdict, str, str]) -> Finding:

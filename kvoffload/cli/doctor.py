@@ -1,12 +1,13 @@
 """``kvoffload doctor``: are these stores fit to be tiers, and what should be changed?"""
 
+import asyncio
 import json
 import os
 from typing import Annotated
 
 import typer
 
-from kvoffload.backends.admin import Finding
+from kvoffload.backends.admin import Finding, answered, hung
 from kvoffload.cli.config_command import Engine, ForEngine, checked, examined, print_json
 from kvoffload.cli.output import console, plain, say, table_of
 from kvoffload.cli.server_check import is_of_server, server_findings
@@ -38,7 +39,10 @@ def command(
 
     Exit codes: 0 fit, perhaps with warnings; 1 something failed; 2 wrong usage or settings.
     """
-    if config is None and target and not kind and is_of_server(target):
+    if config is None and target and not kind and (unseen := _first_look(target)):
+        findings = [unseen]
+        _tell(findings, as_json)
+    elif config is None and target and not kind and is_of_server(target):
         findings = server_findings(target)
         if not any(map(os.path.lexists, (target, lock_of(target)))):  # below /run
             more = f"; a disk tier begins with an empty folder: mkdir -m 700 {target}"
@@ -53,6 +57,15 @@ def command(
         findings = _of_settings(config, engine, as_json)
     if any(finding.verdict == "failed" for finding in findings):
         raise typer.Exit(1)
+
+
+def _first_look(target: str) -> Finding | None:
+    """Return what to say of a path that hangs, before this thread looks at it."""
+    try:
+        asyncio.run(answered(target, os.path.exists, f"{target}/.store.json"))
+    except TimeoutError as error:
+        return hung(error)
+    return None
 
 
 def _of_store(target: str | None, kind: str | None, option: list[str] | None) -> list[Finding]:

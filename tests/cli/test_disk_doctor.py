@@ -1,13 +1,16 @@
 """``doctor FOLDER`` on folders as engines leave them: it looks, and changes nothing."""
 
+import json
 import os
 
 import pytest
 from disk_commands import SIZE, answered, kvoffload, open_disk
 
 from kvoffload import open_backend
+from kvoffload.backends import admin
 from kvoffload.backends.disk.paths import BOUNDS, LEDGER
 from kvoffload.testing.backends import filled, keys_of
+from tests.support.hung_mount import hung_mount
 
 
 def tree(root):
@@ -182,3 +185,19 @@ def test_what_a_script_reads_has_one_line_for_each_check(root, monkeypatch):
     assert all(row[1].strip() for row in rows), text
     (space,) = [row for row in rows if row[1].strip() == "space"]
     assert "an engine opened with this one evicts" in space[4]
+
+
+def test_a_mount_that_hangs_is_a_finding_of_each_tier_on_it(tmp_path, monkeypatch):
+    monkeypatch.setattr(admin, "HUNG_S", 1.0)
+    kinds = "disk", "folder"
+    tiers = [{"type": kind, "root": f"{tmp_path}/{kind}", "capacity": "1GiB"} for kind in kinds]
+    settings = json.dumps({"cpu_bytes": "64MiB", "backends": tiers})
+    with hung_mount(tmp_path):
+        found = [findings(tmp_path, code=1), findings(tmp_path / "kv", code=1)]
+        told = answered("doctor", "--config", settings, code=1)["tiers"]
+    found += [{each["check"]: each for each in tier} for tier in told.values()]
+    assert len(found) == 4
+    for each in found:
+        assert each["reachable"]["verdict"] == "failed"
+        assert f"{tmp_path}" in each["reachable"]["detail"]
+        assert "has not answered for 1 s" in each["reachable"]["detail"]

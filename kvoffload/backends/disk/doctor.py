@@ -12,11 +12,11 @@ import shutil
 import stat
 import time
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 
-from kvoffload.backends.admin import Finding, first_of, throughput
+from kvoffload.backends.admin import Finding, answered, first_of, hung, throughput
 from kvoffload.backends.blocking_pool import run_once
 from kvoffload.backends.disk import limits as disk_limits
 from kvoffload.backends.disk import locks
@@ -36,11 +36,8 @@ from kvoffload.config import convert, human_bytes
 from kvoffload.errors import ConfigError
 from kvoffload.registry import open_backend
 
-T = TypeVar("T")
 _SCRATCH_BYTES = 64 << 20
 """Twice the stored bytes, so that the measurement evicts nothing."""
-_HUNG_S = 30.0
-"""Longer than a device that works takes to make or remove some folders and 32 MiB of files."""
 _TAKEOVER_S = 3.0
 """Longer than a process takes to notice that the evicting process has ended."""
 _ENGINE_SETTINGS = (
@@ -56,46 +53,69 @@ _IF_SLOW = "recomputation may be faster than this device"
 
 async def diagnose(root: str, settings: Mapping[str, Any]) -> list[Finding]:
     """Examine a folder for an engine with these settings; ConfigError: none would use it."""
-    findings, free_bytes = await run_once(_examined, root, settings)
-    if free_bytes >= _SCRATCH_BYTES:
-        return findings + await _measured(_absolute(root), settings)
+    findings: list[Finding] = []
+    root = absolute(root)
+    options = convert({**without(settings), "root": root}, DiskOptions)
+    try:
+        used, counted_bytes, fault = await answered(root, _opened, root, options)
+        if counted_bytes is None:  # of many chunks it takes long
+            counted_bytes = await run_once(_counted, root)
+        found = _examined, root, options, settings, used, counted_bytes, fault
+        findings, free_bytes = await answered(root, *found)
+        if free_bytes >= _SCRATCH_BYTES:
+            return findings + await answered(root, _measured, root, settings)
+    except TimeoutError as error:
+        return [*findings, hung(error)]
     remedy = f"measuring needs {human_bytes(_SCRATCH_BYTES)} above min_free"
     space = next(each for each in findings if each.check == "space")
     verdict = "warning" if space.verdict == "ok" else space.verdict
     return [*findings, Finding("throughput", verdict, "not measured: no room", remedy)]
 
 
-def _absolute(root: str) -> str:
-    return os.path.abspath(os.path.expanduser(root))
-
-
-def _examined(root: str, settings: Mapping[str, Any]) -> tuple[list[Finding], int]:
-    """Examine a folder without measuring; return also the bytes free above the minimum."""
-    options = convert({**without(settings), "root": root}, DiskOptions)
-    vfs, root = Vfs(), _absolute(root)
+def _opened(root: str, options: DiskOptions) -> tuple[bool, int | None, str | None]:
+    """Check a folder; return whether it is a root, and what its ledger says or lacks."""
+    vfs = Vfs()
     used = check_fresh_or_root(vfs, root)
     refuse_unsafe(root, vfs.lstat(root))
     if not options.trust_parent_folders:
         refuse_exposed(vfs, root)
-    found = DiskInspector(root, vfs) if used else None
-    try:
-        counted_bytes, fault = found.ledger() if found else (0, None)
-        if found and counted_bytes is None:
-            counted_bytes = sum(chunk.allocated_bytes for chunk in found.chunks())
-        limits, agreed = _limits(vfs, root, options, settings, used=used)
-        space, free_bytes = _space(vfs, root, agreed, counted_bytes or 0)
-        ledger = first_of(
-            "ledger",
-            (not used, "ok", "none yet", ""),
-            (fault, "warning", f"{fault}",
-             "an engine counts all files and corrects it; until then it stores nothing"),
-            (True, "ok", "in order", ""),
-        )  # fmt: skip
-        rights, sharing = _rights(vfs, root), _sharing(found)
-        return [_medium(root), rights, limits, ledger, space, sharing], free_bytes
-    finally:
-        if found is not None:
-            found.close()
+    if not used:
+        return False, 0, None
+    with contextlib.closing(DiskInspector(root)) as found:
+        return True, *found.ledger()
+
+
+def _counted(root: str) -> int:
+    with contextlib.closing(DiskInspector(root)) as found:
+        return sum(chunk.allocated_bytes for chunk in found.chunks())
+
+
+def _examined(
+    root: str,
+    options: DiskOptions,
+    settings: Mapping[str, Any],
+    used: bool,
+    counted_bytes: int,
+    fault: str | None,
+) -> tuple[list[Finding], int]:
+    """Examine a folder without measuring; return also the bytes free above the minimum."""
+    vfs = Vfs()
+    limits, agreed = _limits(vfs, root, options, settings, used=used)
+    space, free_bytes = _space(vfs, root, agreed, counted_bytes)
+    ledger = first_of(
+        "ledger",
+        (not used, "ok", "none yet", ""),
+        (fault, "warning", f"{fault}",
+         "an engine counts all files and corrects it; until then it stores nothing"),
+        (True, "ok", "in order", ""),
+    )  # fmt: skip
+    rights, sharing = _rights(vfs, root), _sharing(root, used=used)
+    return [_medium(root), rights, limits, ledger, space, sharing], free_bytes
+
+
+def absolute(root: str) -> str:
+    """Return the path of a root as doctor shows it."""
+    return os.path.abspath(os.path.expanduser(root))
 
 
 def file_system_of(root: str) -> tuple[str, str]:
@@ -209,45 +229,38 @@ def _space(vfs: Vfs, root: str, limits: Limits | None, used: int) -> tuple[Findi
     return found, spare
 
 
-def _sharing(found: DiskInspector | None) -> Finding:
-    count, until_s = found.processes() if found else 0, time.monotonic() + _TAKEOVER_S
-    detail = f"{count} process has it open" if count == 1 else f"{count} processes have it open"
-    while found and not found.has_owner() and found.processes():
-        if time.monotonic() > until_s:
-            remedy = "see whether a stopped process still holds .owner"
-            return Finding("sharing", "warning", f"{detail}, but none may evict", remedy)
-        time.sleep(0.1)  # the evicting process may just have ended
-    return Finding("sharing", "ok", detail)
+def _sharing(root: str, *, used: bool) -> Finding:
+    if not used:
+        return Finding("sharing", "ok", "0 processes have it open")
+    with contextlib.closing(DiskInspector(root)) as found:
+        count, until_s = found.processes(), time.monotonic() + _TAKEOVER_S
+        detail = f"{count} process has it open" if count == 1 else f"{count} processes have it open"
+        while not found.has_owner() and found.processes():
+            if time.monotonic() > until_s:
+                remedy = "see whether a stopped process still holds .owner"
+                return Finding("sharing", "warning", f"{detail}, but none may evict", remedy)
+            time.sleep(0.1)  # the evicting process may just have ended
+        return Finding("sharing", "ok", detail)
 
 
-async def _soon(work: Callable[..., T], *args: Any) -> T:
-    """Do a blocking call that is short; TimeoutError: the device hangs."""
-    return await asyncio.wait_for(run_once(work, *args), _HUNG_S)
-
-
-async def _measured(root: str, given: Mapping[str, Any]) -> list[Finding]:
+def _measured(root: str, given: Mapping[str, Any]) -> list[Finding]:
     """Measure I/O mode, form of small chunks and speed of a store in a sub-folder."""
     scratch = f"{root}/{SCRATCH}{os.getpid()}-{secrets.token_hex(4)}"
     try:
-        try:
-            return await _measured_in(scratch, root, given)
-        finally:
-            await _soon(shutil.rmtree, scratch, True)
+        return asyncio.run(_measured_in(scratch, root, given))
     except ConfigError as error:
         return [Finding("throughput", "failed", str(error), "see what the error says")]
-    except TimeoutError:
-        detail = f"a call has not returned for {_HUNG_S:.0f} s, in {scratch}"
-        remedy = "see the kernel's log; engines go on without a device that hangs"
-        return [Finding("throughput", "failed", detail, remedy)]
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
 
 
 async def _measured_in(scratch: str, root: str, given: Mapping[str, Any]) -> list[Finding]:
     has_older = False
     with contextlib.suppress(FileNotFoundError):  # a new root
-        has_older = await _soon(locks.has_older, Vfs(), root)
+        has_older = locks.has_older(Vfs(), root)
     settings = {name: given[name] for name in _ENGINE_SETTINGS if name in given}
     settings |= {"root": scratch, "capacity": _SCRATCH_BYTES, "min_free": 0}
-    backend = await _soon(open_backend, "disk", settings, "kvoffload-doctor")
+    backend = open_backend("disk", settings, "kvoffload-doctor")
     try:
         measured = await throughput(backend, [], _IF_FAILED, _IF_SLOW)
     finally:

@@ -3,26 +3,27 @@
 It changes and evicts nothing. It measures in a root of its own, a sub-folder that it removes.
 """
 
+import asyncio
 import contextlib
 import os
 import secrets
 import shutil
 import stat
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from kvoffload.backends.admin import (
     SLOW_BYTES_PER_S,
     Finding,
+    answered,
     counted,
     duration,
     first_of,
+    hung,
     measure,
 )
-from kvoffload.backends.base import Backend
-from kvoffload.backends.blocking_pool import run_once
-from kvoffload.backends.disk.doctor import file_system_of
+from kvoffload.backends.disk.doctor import absolute, file_system_of
 from kvoffload.backends.disk.paths import SCRATCH
 from kvoffload.backends.disk.root_checks import refuse_exposed, refuse_unsafe, refuse_unsafe_inside
 from kvoffload.backends.disk.vfs import Vfs
@@ -49,6 +50,7 @@ _SHARED = (
     "beegfs",
     "9p",
 )
+_NO_OTHER = f"not measured; -o {OTHER_MOUNT}=PATH names the root as another mount shows it"
 _DEPTHS = (1, 8, 32)
 _LONGEST_S = 65.0
 """Longer than any attribute cache of NFS with its default settings."""
@@ -66,17 +68,32 @@ async def diagnose(
     Raises:
         ConfigError: no engine would use the root, or the other mount does not show it.
     """
-    root, findings = await run_once(_examined, options)
-    with _scratch(root) as scratch:
-        there = f"{other_mount}/{os.path.basename(scratch)}" if other_mount else ""
-        findings += await run_once(_times, scratch, there)
-        findings += await _rates(scratch, options, encryption)
+    root, other = absolute(options.root), other_mount
+    scratch = f"{root}/{SCRATCH}{os.getpid()}-{secrets.token_hex(4)}"
+    findings: list[Finding] = []
+    try:
+        findings += await answered(root, _examined, root, options)
+        await answered(root, _make_scratch, root, scratch)
+        try:
+            findings += await answered(root, _times, scratch)
+            if other:
+                there = scratch.replace(root, other, 1)
+                findings += await answered(other, _seen, scratch, there, extra_s=_LONGEST_S)
+            else:
+                findings.append(Finding("other host", "ok", _NO_OTHER))
+            for depth in _DEPTHS:
+                tried = _rate, f"{scratch}/{depth}", depth, options, encryption
+                findings.append(await answered(root, *tried))
+        finally:
+            await answered(root, shutil.rmtree, scratch, True)
+    except TimeoutError as error:
+        findings.append(hung(error))
     return findings
 
 
-def _examined(options: FolderOptions) -> tuple[str, list[Finding]]:
-    """Examine a root without writing; return also where it is."""
-    vfs, root = Vfs(), os.path.abspath(os.path.expanduser(options.root))
+def _examined(root: str, options: FolderOptions) -> list[Finding]:
+    """Examine a root without writing."""
+    vfs = Vfs()
     try:
         is_root = check_content(vfs, root)
         refuse_unsafe(root, vfs.lstat(root))
@@ -88,7 +105,7 @@ def _examined(options: FolderOptions) -> tuple[str, list[Finding]]:
     if not options.trust_parent_folders:
         refuse_exposed(vfs, root)
     sharing, space = _sharing(root, is_root), _space(vfs, root, options)
-    return root, [_medium(root), _rights(vfs, root), sharing, space]
+    return [_medium(root), _rights(vfs, root), sharing, space]
 
 
 def _medium(root: str) -> Finding:
@@ -152,22 +169,16 @@ def _space(vfs: Vfs, root: str, options: FolderOptions) -> Finding:
 # ---- what other hosts see, and when --------------------------------------------------------------
 
 
-@contextlib.contextmanager
-def _scratch(root: str) -> Iterator[str]:
+def _make_scratch(root: str, path: str) -> None:
     """Make a folder in the root for the time of the measurements."""
-    path = f"{root}/{SCRATCH}{os.getpid()}-{secrets.token_hex(4)}"
     try:
         os.mkdir(path, 0o700)
     except OSError as error:
         raise ConfigError("root", root, f"cannot be written: {error.strerror}") from error
-    try:
-        yield path
-    finally:
-        shutil.rmtree(path, ignore_errors=True)
 
 
-def _times(here: str, there: str) -> list[Finding]:
-    """Measure a rename, the server's clock, and when the other mount shows a file."""
+def _times(here: str) -> list[Finding]:
+    """Measure a rename, and the server's clock."""
     began_s = time.perf_counter()
     for _ in range(16):
         _put(f"{here}/seen")
@@ -175,7 +186,7 @@ def _times(here: str, there: str) -> list[Finding]:
     written_s = os.lstat(f"{here}/seen").st_mtime
     skew_s = written_s - time.time()
     ahead = "ahead of" if skew_s > 0 else "behind"
-    found = [
+    return [
         Finding("rename", "ok", f"{renamed_s * 1e3:.1f} ms for a file that replaces another"),
         Finding(
             "clock",
@@ -183,10 +194,6 @@ def _times(here: str, there: str) -> list[Finding]:
             f"file times are {abs(skew_s):.1f} s {ahead} this host's clock; only file times count",
         ),
     ]
-    if not there:
-        detail = f"not measured; -o {OTHER_MOUNT}=PATH names the root as another mount shows it"
-        return [*found, Finding("other host", "ok", detail)]
-    return [*found, *_seen(here, there)]
 
 
 def _seen(here: str, there: str) -> list[Finding]:
@@ -233,30 +240,17 @@ def _put(path: str) -> None:
 # ---- rates ---------------------------------------------------------------------------------------
 
 
-async def _rates(
-    scratch: str, options: FolderOptions, encryption: Mapping[str, Any]
-) -> list[Finding]:
-    """Measure stores and loads with 1, 8 and 32 chunks at once."""
-    found = []
-    for depth in _DEPTHS:
-        settings = {
-            "root": f"{scratch}/{depth}",
-            "capacity": _SCRATCH_BYTES,
-            "threads": depth,
-            "timeout_s": options.timeout_s,
-            "trust_parent_folders": True,
-            **encryption,
-        }
-        backend = await run_once(open_backend, "folder", settings, "kvoffload-doctor")
-        try:
-            found.append(await _rate(backend, depth))
-        finally:
-            await backend.close()
-    return found
-
-
-async def _rate(backend: Backend, depth: int) -> Finding:
-    (refused, stored_per_s), (missed, loaded_per_s) = await measure(backend, max(8, depth))
+def _rate(root: str, depth: int, options: FolderOptions, encryption: Mapping[str, Any]) -> Finding:
+    """Measure stores and loads with so many chunks at once."""
+    settings = {
+        "root": root,
+        "capacity": _SCRATCH_BYTES,
+        "threads": depth,
+        "timeout_s": options.timeout_s,
+        "trust_parent_folders": True,
+        **encryption,
+    }
+    (refused, stored_per_s), (missed, loaded_per_s) = asyncio.run(_measured(settings, depth))
     rates = stored_per_s, loaded_per_s
     stored, loaded = (f"{human_bytes(rate)}/s" for rate in rates)
     detail = f"{counted(depth, 'chunk')} at once: stores {stored}, loads {loaded}"
@@ -269,3 +263,11 @@ async def _rate(backend: Backend, depth: int) -> Finding:
          "recomputation may be faster than this mount"),
         (True, "ok", detail, ""),
     )  # fmt: skip
+
+
+async def _measured(settings: dict[str, Any], depth: int) -> list[tuple[int, float]]:
+    backend = open_backend("folder", settings, "kvoffload-doctor")
+    try:
+        return await measure(backend, max(8, depth))
+    finally:
+        await backend.close()
