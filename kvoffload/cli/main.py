@@ -10,7 +10,7 @@ import re
 import sys
 from importlib import import_module
 from types import ModuleType
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import kvoffload
 
@@ -31,8 +31,10 @@ COMMANDS: dict[str, str] = {
 """Command → one-line help. Its module has ``command``, or ``app`` with several."""
 
 
-_UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EPIPE)
-"""Of an error without a file's name: standard output is meant, on a full disk or a closed pipe."""
+_UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
+"""Of an error without a file's name: standard output is meant, on a full disk."""
+_CLOSED_PIPE = 141
+"""The exit code of a command whose output nothing reads any more, as a shell has it: 128 + 13."""
 
 
 def main() -> None:
@@ -81,6 +83,10 @@ def main() -> None:
             else:
                 app.command(name)(module.command)
     _suit_the_terminal()
+    if os.environ.get("NO_COLOR"):  # typer's help keeps bold letters, as rich does
+        from typer import rich_utils
+
+        rich_utils.COLOR_SYSTEM = None
     whole = typer.main.get_command(app)
     _join_lines(whole)
     try:
@@ -95,12 +101,17 @@ def main() -> None:
         if error.name != "torch":
             raise
         sys.exit("kvoffload: this command needs torch: pip install torch")
+    except SystemExit as ending:
+        if not isinstance(ending.__context__, BrokenPipeError):
+            raise
+        _end_without_reader()
+    except BrokenPipeError:
+        _end_without_reader()
     except OSError as error:
         if error.filename is not None or error.errno not in _UNWRITABLE:
             raise
         _drop_output()
-        if error.errno != errno.EPIPE:
-            print(f"kvoffload: the output cannot be written: {error.strerror}", file=sys.stderr)
+        print(f"kvoffload: the output cannot be written: {error.strerror}", file=sys.stderr)
         sys.exit(1)
 
 
@@ -122,6 +133,12 @@ def _asked() -> str | None:
     typed = os.environ.get("COMP_WORDS") or os.environ.get("_TYPER_COMPLETE_ARGS")
     words = typed.split() if typed else sys.argv
     return next((word for word in words[1:] if not word.startswith("-")), None)
+
+
+def _end_without_reader() -> NoReturn:
+    """End as other commands before ``head`` do, in which typer and rich would end with 1."""
+    _drop_output()
+    sys.exit(_CLOSED_PIPE)
 
 
 def _drop_output() -> None:

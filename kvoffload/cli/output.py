@@ -25,7 +25,11 @@ _FRAME = 3
 
 def console(*, stderr: bool = False) -> Console:
     """Return a console as wide as the terminal, or unlimited without one."""
-    found = Console(highlight=False, stderr=stderr)
+    found = Console(
+        highlight=False,
+        stderr=stderr,
+        color_system=None if os.environ.get("NO_COLOR") else "auto",  # rich keeps bold letters
+    )
     if not found.is_terminal and not os.environ.get("COLUMNS"):
         found.width = _UNLIMITED
     return found

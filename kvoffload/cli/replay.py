@@ -32,7 +32,7 @@ TRACE_HELP = (
     "or a folder of conversations."
 )
 SYNTHETIC_HELP = (
-    f"Make requests instead: NAME[:seed=1,requests=6000]; {', '.join(synthetic.WORKLOADS)}."
+    f"Make requests instead: NAME or NAME:requests=9,seed=1; {', '.join(synthetic.WORKLOADS)}."
 )
 LOOP_HELP = "Sessions alive at once, by commas: run a closed loop with a queue, on --sizes."
 SAMPLE_HELP = "Share of all blocks to replay, of large traces: rates are then estimates."

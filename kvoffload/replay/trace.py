@@ -42,10 +42,10 @@ class TraceError(ConfigError):
     def __init__(
         self, path: Path, line: int | None, field: str, value: object, remedy: str
     ) -> None:
-        where = f"{path}:{line}" if line else str(path)
+        where = f"{path}:{line}: " if line else f"{path}: "
         text = repr(value)  # of a prompt, thousands of ids
         short = value if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
-        super().__init__(f"{where}: {field}", short, remedy)
+        super().__init__(field if value == str(path) else where + field, short, remedy)
         self.path = path
         self.line = line
 

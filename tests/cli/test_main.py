@@ -7,10 +7,12 @@ import sys
 
 import disk_commands
 import pytest
-from disk_commands import PROGRAM, kvoffload
+from disk_commands import PROGRAM, kvoffload, on_terminal
 
 import kvoffload as package
 from kvoffload.cli.main import COMMANDS
+
+SETTINGS = '{"cpu_bytes": "1GiB"}'
 
 
 def process(*words, stdout=subprocess.PIPE, **env):
@@ -45,6 +47,12 @@ def test_help_breaks_lines_at_the_edge_of_the_terminal_alone(words):
     for line, following in itertools.pairwise(line.strip() for line in prose):
         if line and following:
             assert len(f" {line} {following.split()[0]}") >= 80, line
+
+
+def test_help_cuts_nothing_in_a_terminal_of_80_columns():
+    for name in COMMANDS:
+        shown = kvoffload(name, "--help", COLUMNS="80").stdout
+        assert "\u2026" not in shown, shown
 
 
 def test_the_command_alone_shows_the_help():
@@ -97,12 +105,30 @@ def test_a_full_disk_behind_the_output_is_one_sentence(tmp_path, options):
     assert (result.returncode, result.stderr) == (1, sentence)
 
 
-def test_a_closed_pipe_ends_a_command_silently():
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("--version",),
+        ("--help",),
+        ("config", "schema"),
+        ("replay", "--synthetic", "agent:requests=9", "--sizes", "9"),
+        ("config", "show", SETTINGS),
+    ],
+)
+def test_a_closed_pipe_ends_a_command_silently_as_a_signal_would(words):
+    """With pipefail, 1 would say that the command has found something wrong."""
     reading, writing = os.pipe()
     os.close(reading)
-    result = process("--version", stdout=writing)
+    result = process(*words, stdout=writing)
     os.close(writing)
-    assert (result.returncode, result.stderr) == (1, "")
+    assert (result.returncode, result.stderr) == (141, "")
+
+
+@pytest.mark.parametrize("words", [("--help",), ("size", "--help"), ("config", "show", SETTINGS)])
+def test_no_colour_is_no_escape_code_at_all(words):
+    _, shown = on_terminal(*words, TERM="xterm-256color", NO_COLOR="1")
+    assert "\x1b" not in shown
+    assert "\x1b" in on_terminal(*words, TERM="xterm-256color")[1]
 
 
 def test_a_file_name_cannot_control_the_terminal(tmp_path):

@@ -218,9 +218,14 @@ def test_a_compressed_trace_that_is_damaged_is_named(kvoffload, trace, keep):
     packed.write_bytes(gzip.compress(trace.read_bytes())[:keep])
     done = kvoffload("replay", str(packed))
     assert done.returncode == 2
-    assert f"{packed}: trace" in done.stderr
+    assert done.stderr.startswith(f"kvoffload: trace = {str(packed)!r}: ")
     assert "cannot be read: " in done.stderr
     assert "None" not in done.stderr
+
+
+def test_a_trace_that_is_not_there_is_named_once(kvoffload, tmp_path):
+    done = kvoffload("replay", str(tmp_path / "gone"))
+    assert (done.returncode, done.stderr.count(str(tmp_path / "gone"))) == (2, 1)
 
 
 def test_size_says_how_much_memory_for_what_hit_rate(kvoffload, trace, tmp_path):

@@ -70,7 +70,7 @@ def kvoffload(*words, **environment):
     return Result(code[0], *(_written(stream) for stream in (out, err)))
 
 
-def on_terminal(*words, answer=b"", stdout=None):
+def on_terminal(*words, answer=b"", stdout=None, **environment):
     """Run a command on a terminal and answer its question; return exit code and output.
 
     ``stdout`` is a file that standard output goes to.
@@ -81,7 +81,7 @@ def on_terminal(*words, answer=b"", stdout=None):
         stdin=there,
         stdout=stdout or there,
         stderr=there,
-        env={**os.environ, "TERM": "dumb", "COLUMNS": "100"},
+        env={**os.environ, "TERM": "dumb", "COLUMNS": "100", **environment},
     )
     os.close(there)
     shown, until_s = b"", time.monotonic() + 120
