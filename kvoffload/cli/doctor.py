@@ -45,7 +45,7 @@ def command(
     elif config is None and target and not kind and is_of_server(target):
         findings = server_findings(target)
         if not any(map(os.path.lexists, (target, lock_of(target)))):  # below /run
-            more = f"; a disk tier begins with an empty folder: mkdir -m 700 {target}"
+            more = f"; a disk tier begins with an empty folder: mkdir -p -m 700 {target}"
             findings = [each._replace(remedy=each.remedy + more) for each in findings]
         _tell(findings, as_json)
     elif config is None:
@@ -73,7 +73,7 @@ def _of_store(target: str | None, kind: str | None, option: list[str] | None) ->
     try:
         return run_on("doctor", target, kind, option, lambda store: store.diagnose())
     except ConfigError as error:
-        if kind or not target or error.field != "root" or os.path.lexists(target):
+        if kind or not target or not error.remedy.startswith("does not exist"):
             raise
         remedy = f"{error.remedy}; a server's socket is there once kvoffload serve runs"
         raise ConfigError(error.field, error.value, remedy) from None

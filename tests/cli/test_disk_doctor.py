@@ -4,7 +4,7 @@ import json
 import os
 
 import pytest
-from disk_commands import SIZE, answered, kvoffload, open_disk
+from disk_commands import SIZE, answered, as_user, kvoffload, open_disk
 
 from kvoffload import open_backend
 from kvoffload.backends import admin
@@ -91,6 +91,34 @@ def test_a_path_that_does_not_exist_is_not_made(tmp_path):
     assert result.returncode == 2
     assert f"mkdir -p -m 700 {tmp_path / 'kv'}" in result.stderr
     assert not (tmp_path / "kv").exists()
+
+
+@pytest.mark.parametrize("command", ["doctor", "inspect"])
+@pytest.mark.parametrize("path", ["/proc/kv", "/sys/kv"])
+def test_where_no_folder_can_be_made_no_command_advises_to_make_one(command, path):
+    result = kvoffload(command, path)
+    assert (result.returncode, "mkdir" in result.stderr) == (2, False)
+    assert f"{os.path.dirname(path)} keeps no files" in result.stderr
+    if command == "doctor":
+        refused = kvoffload(
+            "doctor", "--type", "folder", "-o", f"root={path}", "-o", "capacity=1GiB"
+        )
+        assert (refused.returncode, "keeps no files" in refused.stderr) == (2, True)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to be another user")
+def test_a_user_who_may_not_make_the_folder_is_told_who_may():
+    result = as_user(65534, "doctor", "/usr/kv")
+    assert result.returncode == 2
+    assert "user 65534 may not make it: sudo install -d -m 700 -o 65534 /usr/kv" in result.stderr
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to be another user")
+@pytest.mark.skipif(not os.path.lexists("/proc/1/root"), reason="needs Linux")
+def test_a_link_that_this_user_may_not_read_is_no_traceback():
+    result = as_user(65534, "doctor", "/proc/1/root/kv")
+    assert result.returncode == 2, result
+    assert "belongs to user 0" in result.stderr
 
 
 def test_a_link_to_a_folder_is_called_one(tmp_path):

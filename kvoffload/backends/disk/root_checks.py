@@ -200,12 +200,29 @@ def _listed(vfs: Vfs, root: str) -> list[str]:
             raise ConfigError("root", root, "is not a folder")
         return vfs.listdir(root)
     except FileNotFoundError:
-        remedy = f"does not exist; to begin with an empty folder: mkdir -p -m 700 {root}"
+        command = f"to begin with an empty folder: mkdir -p -m 700 {root}"
+        remedy = f"does not exist; {how_to_make(vfs, root, command)}"
         raise ConfigError("root", root, remedy) from None
     except NotADirectoryError:
         raise ConfigError("root", root, "is below something that is no folder") from None
     except PermissionError as error:
         raise denied(vfs, root) or ConfigError("root", root, f"{error.strerror}") from None
+
+
+def how_to_make(vfs: Vfs, root: str, command: str) -> str:
+    """Return the command that makes a missing folder, or what else makes it or is in its way."""
+    above = os.path.dirname(os.path.abspath(root))
+    while not os.path.isdir(above):
+        above = os.path.dirname(above)
+    space, user = vfs.statvfs(above), os.geteuid()
+    by_effective = os.access in os.supports_effective_ids
+    if space.f_flag & os.ST_RDONLY:
+        return f"{above} is mounted read-only: mount it for writing, or give another place"
+    if not space.f_blocks:
+        return f"{above} keeps no files: give another place"
+    if not os.access(above, os.W_OK | os.X_OK, effective_ids=by_effective):
+        return f"user {user} may not make it: sudo install -d -m 700 -o {user} {root}"
+    return command
 
 
 def denied(vfs: Vfs, path: str) -> ConfigError | None:

@@ -25,7 +25,12 @@ from kvoffload.backends.admin import (
 )
 from kvoffload.backends.disk.doctor import absolute, file_system_of
 from kvoffload.backends.disk.paths import SCRATCH
-from kvoffload.backends.disk.root_checks import refuse_exposed, refuse_unsafe, refuse_unsafe_inside
+from kvoffload.backends.disk.root_checks import (
+    how_to_make,
+    refuse_exposed,
+    refuse_unsafe,
+    refuse_unsafe_inside,
+)
 from kvoffload.backends.disk.vfs import Vfs
 from kvoffload.backends.folder.inspection import FolderInspector
 from kvoffload.backends.folder.options import FolderOptions
@@ -98,7 +103,8 @@ def _examined(root: str, options: FolderOptions) -> list[Finding]:
         is_root = check_content(vfs, root)
         refuse_unsafe(root, vfs.lstat(root))
     except FileNotFoundError:
-        remedy = f"does not exist; if {os.path.dirname(root)} is mounted: mkdir -m 700 {root}"
+        command = f"if {os.path.dirname(root)} is mounted: mkdir -m 700 {root}"
+        remedy = f"does not exist; {how_to_make(vfs, root, command)}"
         raise ConfigError("root", root, remedy) from None
     except OSError as error:
         raise ConfigError("root", root, f"cannot be used: {error.strerror}") from error
