@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from enum import Enum
 from importlib.metadata import entry_points
 from typing import Annotated, Any
@@ -66,6 +66,8 @@ Given = Annotated[
     ),
 ]
 ForEngine = Annotated[Engine, typer.Option("--engine", help="Whose settings they are.")]
+OF_SERVER = "socket"
+"""A setting of each server, and of no engine."""
 _INNER = "kv_connector_extra_config"
 
 
@@ -85,7 +87,7 @@ def check(
     Exit codes: 0 right, perhaps with warnings; 1 a tier failed; 2 a setting is wrong.
     """
     config, warnings = checked(given, engine)
-    findings = examined(config) if probe else {}
+    findings = examined(config.serve, config.backends) if probe else {}
     failed = [
         name for name, tier in findings.items() if any(each.verdict == "failed" for each in tier)
     ]
@@ -220,22 +222,29 @@ def _size(kind: type) -> dict[str, Any]:
     raise NotImplementedError(kind)
 
 
+def all_given(given: str | None, engine: Engine) -> tuple[dict[str, Any], str]:
+    """Return all settings that were given, of an engine or a server, and where they are from."""
+    source = "the command line"
+    if given is None:
+        return {}, source
+    if given.lstrip().startswith("{"):
+        try:
+            return json.loads(given), source
+        except ValueError as error:
+            size = f"{len(given)} characters"  # a password may stand in them
+            raise ConfigError("JSON", size, f"is damaged: {error}") from None
+    given = given.removeprefix("@") if engine is Engine.SGLANG else given  # as SGLang has it
+    return read_file(given), given
+
+
 def _read(
     given: str | None, engine: Engine
 ) -> tuple[OffloadConfig, dict[str, str], Mapping[str, Any]]:
     """Return the settings, the source of each, and all that was given."""
-    source = "the command line"
-    if given is None:
-        whole: Any = {}
-    elif given.lstrip().startswith("{"):
-        try:
-            whole = json.loads(given)
-        except ValueError as error:
-            size = f"{len(given)} characters"  # a password may stand in them
-            raise ConfigError("JSON", size, f"is damaged: {error}") from None
-    else:
-        given = given.removeprefix("@") if engine is Engine.SGLANG else given  # as SGLang has it
-        whole, source = read_file(given), given
+    whole, source = all_given(given, engine)
+    if OF_SERVER in whole:
+        remedy = "has the settings of a server; kvoffload serve --config FILE --check reads them"
+        raise ConfigError("settings", source, remedy)
     kind = SETTINGS[engine]
     if engine is Engine.SGLANG:
         settings, sources = gather_settings(whole, source)
@@ -266,10 +275,10 @@ def _of_sglang(extra: Mapping[str, Any]) -> Iterator[str]:
         yield 'without "interface_v1": 1 SGLang makes one more copy of each page'
 
 
-def examined(config: OffloadConfig) -> dict[str, list[Finding]]:
-    """Examine each tier, as far as its backend offers it."""
-    findings = {f"serve {config.serve}": server_findings(config.serve)} if config.serve else {}
-    for i, tier in enumerate(config.backends):
+def examined(server: str | None, backends: Sequence[BackendConfig]) -> dict[str, list[Finding]]:
+    """Examine a server by its socket, and each tier, as far as its backend offers it."""
+    findings = {f"serve {server}": server_findings(server)} if server else {}
+    for i, tier in enumerate(backends):
         name = f"backends[{i}] {tier.type}"
         if not offers(tier.type, "doctor"):
             findings[name] = [Finding("doctor", "ok", "this backend has no examination", "")]

@@ -8,12 +8,21 @@ from typing import Annotated
 import typer
 
 from kvoffload.backends.admin import Finding, answered, hung
-from kvoffload.cli.config_command import Engine, ForEngine, checked, examined, print_json
+from kvoffload.cli.config_command import (
+    OF_SERVER,
+    Engine,
+    ForEngine,
+    all_given,
+    checked,
+    examined,
+    print_json,
+)
 from kvoffload.cli.output import console, plain, say, table_of
 from kvoffload.cli.server_check import is_of_server, server_findings
 from kvoffload.cli.stores import AsJson, Kind, Settings, Target, run_on
 from kvoffload.errors import ConfigError
 from kvoffload.io.service.listener import lock_of
+from kvoffload.io.service.settings import read_serve_config
 
 _COLOURS = {"ok": "green", "warning": "yellow", "failed": "red"}
 
@@ -26,16 +35,18 @@ def command(
         str | None,
         typer.Option(
             metavar="FILE|JSON",
-            help="Instead of a store: the settings of an engine. Every tier is examined.",
+            help="Instead of a store: the settings of an engine, or of `kvoffload serve`. Every "
+            "tier is examined.",
         ),
     ] = None,
     engine: ForEngine = Engine.VLLM,
     as_json: AsJson = False,
 ) -> None:
-    """Examine a store, or all tiers of an engine's settings, with verdicts and remedies.
+    """Examine a store, or all tiers of an engine's or a server's settings, with remedies.
 
-    It tries reachability, settings, rights and speed. Of a server's socket it tries to attach.
-    Nothing that is stored is changed, evicted or repaired. Run it as the user of the engines.
+    It tries reachability, settings, rights and speed. Of a server's socket it tries to attach, and
+    uses no store. Nothing that is stored is changed, evicted or repaired. Run it as the user of the
+    engines.
 
     Exit codes: 0 fit, perhaps with warnings; 1 something failed; 2 wrong usage or settings.
     """
@@ -80,9 +91,15 @@ def _of_store(target: str | None, kind: str | None, option: list[str] | None) ->
 
 
 def _of_settings(given: str, engine: Engine, as_json: bool) -> list[Finding]:
-    """Examine every tier of an engine's settings, print the findings and return all of them."""
-    config, warnings = checked(given, engine)
-    by_tier = examined(config)
+    """Examine every tier of the settings, print the findings and return all of them."""
+    whole, _ = all_given(given, engine)
+    warnings: list[str] = []
+    if OF_SERVER in whole:
+        served = read_serve_config(whole)
+        by_tier = examined(served.socket, served.backends)
+    else:
+        config, warnings = checked(given, engine)
+        by_tier = examined(config.serve, config.backends)
     if as_json:
         print_json(warnings, by_tier)
     else:

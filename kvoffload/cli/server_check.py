@@ -50,4 +50,5 @@ def server_findings(path: str) -> list[Finding]:
         text, _, remedy = said.remedy.partition(": ")
         return [Finding("server", "failed", text, remedy)]
     took_ms = 1e3 * (time.monotonic() - begun_s)
-    return [Finding("server", "ok", f"attached in {took_ms:.1f} ms", "")]
+    told = "doctor --config FILE, with the server's settings, examines its stores"
+    return [Finding("server", "ok", f"attached in {took_ms:.1f} ms; {told}", "")]

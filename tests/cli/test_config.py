@@ -9,6 +9,7 @@ from functools import partial
 
 import fastjsonschema
 import pytest
+from disk_commands import answered
 
 from kvoffload.cli.config_command import Engine, json_schema
 from kvoffload.cli.main import main
@@ -288,6 +289,20 @@ def test_a_probe_examines_each_tier(kvoffload, tmp_path):
     assert "failed" in out
 
 
+def test_settings_of_a_server_are_known_as_such(kvoffload, tmp_path):
+    file, root = tmp_path / "serve.json", tmp_path / "root"
+    root.mkdir(0o700)
+    disk = {"type": "disk", "root": str(root), "capacity": "1GiB"}
+    settings = {"socket": f"{tmp_path}/s", "memory": "1GiB", "backends": [disk]}
+    file.write_text(json.dumps(settings))
+    code, _, err = kvoffload("check", str(file))
+    assert (code, "kvoffload serve --config FILE --check" in err) == (2, True)
+    found = answered("doctor", "--config", str(file), code=1)["tiers"]
+    (server,), tier = found[f"serve {tmp_path}/s"], found["backends[0] disk"]
+    assert (server["verdict"], "start kvoffload serve" in server["remedy"]) == ("failed", True)
+    assert {each["check"] for each in tier} >= {"space", "throughput"}
+
+
 # ---- sources ----
 
 
@@ -342,7 +357,7 @@ def test_a_doctor_takes_what_a_reboot_has_removed_for_a_server(doctor):
     assert "No such file or directory" in found["detail"]
     assert found["remedy"] == (
         "start kvoffload serve there, as the user of the engines; "
-        "a disk tier begins with an empty folder: mkdir -m 700 /run/kvoffload-none/s"
+        "a disk tier begins with an empty folder: mkdir -p -m 700 /run/kvoffload-none/s"
     )
 
 

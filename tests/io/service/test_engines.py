@@ -321,7 +321,7 @@ def test_operators_see_the_server_and_its_engines(tmp_path, attach, until):
         assert set(told["attached"]) == {str(os.getpid())}
         assert told["tiers"]["memory"]["capacity_bytes"] == 16 << 20
         (finding,) = json.loads(kvoffload("doctor", server.path, "--json").stdout)["findings"]
-        assert finding["verdict"] == "ok"
+        assert (finding["verdict"], "doctor --config" in finding["detail"]) == ("ok", True)
         server.kill()
         for _ in range(2):
             (finding,) = json.loads(kvoffload("doctor", server.path, "--json").stdout)["findings"]
