@@ -154,7 +154,7 @@ class Housekeeper:
         if record == self._told and began_s - self._told_s < _RENEW_S:
             return
         try:
-            self._records.host(record)
+            self._write_own(record)
         except OSError as error:
             if not is_out_of_space(error):
                 raise
@@ -162,6 +162,18 @@ class Housekeeper:
         else:
             self._told, self._told_s = record, began_s
             room.told(began_s, DEAD_S)
+
+    def _write_own(self, record: HostRecord) -> None:
+        try:
+            self._records.host(record)
+        except FileNotFoundError as error:
+            self._records.host(record)  # which fails again if the root is gone
+            self._say(
+                error, "%s: another process took this one for dead, and removed its record, which "
+                "is written again: the mount hung here for %g s, or this process was stopped; see "
+                "whether its server and the network are well",
+                self._root.path, DEAD_S,
+            )  # fmt: skip
 
     def _follow(self, lease: LeaseRecord | None) -> None:
         """Take in what the evictor has counted, and the limit that it set."""

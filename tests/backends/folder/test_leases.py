@@ -60,6 +60,25 @@ async def test_a_process_that_was_stopped_stores_nothing_of_what_was_given_away(
     await two.close()
 
 
+async def test_a_process_whose_record_was_removed_as_it_wrote_it_says_why(tmp_path, caplog):
+    """Its mount hung between the write and the look at the file's time."""
+    vfs, root = StuckVfs(lambda call, path: False), tmp_path / "share"
+    one = open_folder(root, vfs=vfs, capacity=CAPACITY)
+    record = record_of(one._housekeeper._token)
+    vfs.when = lambda call, path: call == "lstat" and path.endswith(record)
+    assert await until(lambda: vfs.stuck)
+    two = open_folder(root, capacity=CAPACITY)
+    assert await until(lambda: not (root / record).exists())
+    vfs.release()
+    assert await until(lambda: two.usage().gauges["hosts"] == 2)
+    told = [each.getMessage() for each in caplog.records]
+    assert [text for text in told if "took this one for dead" in text and "hung" in text]
+    assert not [text for text in told if "housekeeping failed" in text]
+    assert "housekeeping_failed" not in one.counters()
+    await one.close()
+    await two.close()
+
+
 @pytest.mark.parametrize("error", [errno.ESTALE, errno.EIO, errno.EACCES], ids=errno.errorcode.get)
 async def test_a_process_that_cannot_read_the_lease_says_it_once_and_tells_its_record(
     tmp_path, caplog, error
