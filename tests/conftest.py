@@ -101,9 +101,7 @@ OF_PROGRAMS = (
 def preloaded():
     """A Python that has imported torch already; programs are forks of it."""
     paths = {"PYTHONPATH": ".:examples:tests/helpers", "OMP_NUM_THREADS": "1"}
-    server = Preloaded(OF_PROGRAMS, paths)
-    yield server
-    server.close()
+    return Preloaded(OF_PROGRAMS, paths)
 
 
 @pytest.fixture(scope="session")

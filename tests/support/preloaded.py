@@ -7,18 +7,22 @@ streams to the server. It ends with the fork's status. ``quick`` is such a comma
 frees no object at its end: to free those of torch costs a quarter of a second. Where a process is
 wanted, and no command, there is :class:`Fork`.
 
-Each fork leads a session of its own. It is killed when its command is, or the starting process.
-The server is ``python -m tests.support.preloaded SOCKET MODULE...``.
+Each fork leads a session of its own. It is killed when its command is, or the asking process. The
+workers of a run of pytest share a server, which ends with the run. It is begun by
+``python -m tests.support.preloaded FOLDER PID MODULE...``, which ends when it is ready.
 """
 
 import atexit
 import contextlib
+import fcntl
 import gc
+import hashlib
 import importlib
 import marshal
 import os
 import runpy
 import select
+import shutil
 import signal
 import socket
 import subprocess
@@ -26,6 +30,7 @@ import sys
 import tempfile
 import threading
 import types
+import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -48,7 +53,7 @@ sys.exit(int(status) if int(status) >= 0 else 128 - int(status))
 
 
 class Preloaded:
-    """The server, started; it ends with :meth:`close`, or with this process.
+    """The server: that of this run of pytest, or started for it.
 
     Args:
         modules: imported by it.
@@ -56,30 +61,26 @@ class Preloaded:
     """
 
     def __init__(self, modules: Sequence[str], environment: Mapping[str, str]) -> None:
-        self._folder = tempfile.TemporaryDirectory(prefix="preloaded")
-        self.path = f"{self._folder.name}/socket"
-        words = [sys.executable, "-W", "ignore", "-m", "tests.support.preloaded", self.path]
-        self._server = subprocess.Popen(
-            [*words, *modules],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            cwd=ROOT,
-            env={**os.environ, **environment},
-        )
-        assert self._server.stdout is not None
-        while line := self._server.stdout.readline():  # modules may print something
-            if line == b"ready\n":
-                break
-        else:
-            raise RuntimeError(f"cannot import {', '.join(modules)}")
+        run = os.environ.get("PYTEST_XDIST_TESTRUNUID") or uuid.uuid4().hex
+        owner = os.getppid() if "PYTEST_XDIST_WORKER" in os.environ else os.getpid()
+        name = hashlib.sha256(" ".join([run, *modules]).encode()).hexdigest()[:16]
+        folder = Path(tempfile.gettempdir(), f"preloaded-{name}")
+        folder.mkdir(mode=0o700, exist_ok=True)
+        self.path = f"{folder}/socket"
+        with open(folder / "lock", "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # the other workers wait for the first one
+            if not os.path.exists(self.path):
+                words = [sys.executable, "-W", "ignore", "-m", "tests.support.preloaded"]
+                subprocess.run(
+                    [*words, str(folder), str(owner), *modules],
+                    stdin=subprocess.DEVNULL,
+                    stdout=2,
+                    cwd=ROOT,
+                    env={**os.environ, **environment},
+                    check=True,
+                )
         self.command = (sys.executable, "-I", "-S", "-c", ASK, self.path)
         self.quick = (*self.command, QUICK)
-
-    def close(self) -> None:
-        """End the server."""
-        self._server.kill()
-        self._server.communicate()
-        self._folder.cleanup()
 
 
 class Fork:
@@ -181,27 +182,31 @@ def order_of(connection: socket.socket) -> tuple[Any, list[int]]:
     return marshal.loads(text), streams
 
 
-def serve(path: str) -> list[str]:
-    """Fork for each order until the starting process ends; in a fork, return its words."""
+def serve(folder: str, owner: int) -> list[str]:
+    """Fork for each order until a process ends; in a fork, return its words."""
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     with socket.socket(socket.AF_UNIX) as listener:
-        listener.bind(path)
+        listener.bind(f"{folder}/socket")
         listener.listen()
-        print("ready", flush=True)
-        while sys.stdin not in select.select([listener, sys.stdin], [], [])[0]:
+        if os.fork():
+            os._exit(0)  # who has started this process need not wait any more
+        end = os.pidfd_open(owner)
+        while end not in select.select([listener, end], [], [])[0]:
             connection, _ = listener.accept()
             with connection:
                 if os.fork() == 0:
                     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-                    (folder, words, environment), streams = order_of(connection)
+                    (cwd, words, environment), streams = order_of(connection)
                     if (pid := os.fork()) == 0:
                         break
                     watch(pid, connection)
                     os._exit(0)
         else:
+            shutil.rmtree(folder)
             sys.exit()
+    os.close(end)
     os.setsid()
-    become(folder, environment, streams)
+    become(cwd, environment, streams)
     return list(words)
 
 
@@ -275,8 +280,8 @@ def end_at_once(words: list[str]) -> None:
 
 if __name__ == "__main__":
     before = dict(os.environ)
-    for module in sys.argv[2:]:
+    for module in sys.argv[3:]:
         importlib.import_module(module)
     SET_BY_IMPORTS = {name: os.environ[name] for name in os.environ if name not in before}
     gc.freeze()  # what the collector never looks at need not be copied for a fork
-    run(serve(sys.argv[1]))
+    run(serve(sys.argv[1], int(sys.argv[2])))

@@ -163,9 +163,7 @@ def disk():
 @pytest.fixture(scope="session")
 def imported():
     """A Python that has imported what engines do, which is most of the time of their start."""
-    server = Preloaded(OF_ENGINES, ENVIRONMENT)
-    yield server
-    server.close()
+    return Preloaded(OF_ENGINES, ENVIRONMENT)
 
 
 @pytest.fixture(scope="module")

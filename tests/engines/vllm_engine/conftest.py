@@ -265,9 +265,7 @@ def halves(models, tmp_path):
 @pytest.fixture(scope="session")
 def imported():
     """A Python that has imported what engines do, which is most of the time of their start."""
-    server = Preloaded(OF_ENGINES, {**ENVIRONMENT, **joined({})})
-    yield server
-    server.close()
+    return Preloaded(OF_ENGINES, {**ENVIRONMENT, **joined({})})
 
 
 @pytest.fixture(scope="module")
