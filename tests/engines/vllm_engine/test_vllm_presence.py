@@ -1,5 +1,6 @@
 """What tiers hold, the scheduler knows from its workers alone, also while the engine is idle."""
 
+import contextlib
 import os
 import time
 from pathlib import Path
@@ -18,21 +19,29 @@ def settings(root):
     }
 
 
-def processes_below(pid):
-    """Return the command lines of all processes below one, by process id."""
-    found, pending = {}, {pid}
-    while pending:
-        above, pending = pending, set()
-        for folder in Path("/proc").glob("[0-9]*"):
-            try:
-                parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
-                if parent in above:
-                    command = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode()
-                    found[int(folder.name)] = command
-                    pending.add(int(folder.name))
-            except OSError:
-                continue  # it has ended
+def io_processes_below(pid):
+    """Return the I/O processes below a process: of each, those from it up to that process."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # it has ended
+            line = [int(folder.name)]
+            while line[-1] > 1 and line[-1] != pid:
+                stat = Path(f"/proc/{line[-1]}/stat").read_text()
+                line.append(int(stat.rpartition(")")[2].split()[1]))
+            if line[-1] == pid and b"kvoffload.io.process" in (folder / "cmdline").read_bytes():
+                found.append(line)
     return found
+
+
+def is_idle(pid):
+    """Whether a process uses no time of a core for a second."""
+
+    def used():
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:13]
+
+    before = used()
+    time.sleep(1)
+    return used() == before
 
 
 def opens(pid, root):
@@ -42,23 +51,22 @@ def opens(pid, root):
     return [name for name in (*descriptors, *maps) if str(root) in name]
 
 
-def test_two_ranks_hit_after_a_restart_and_the_scheduler_opens_no_store(start, prompts, tmp_path):
+def test_two_ranks_hit_after_a_restart_and_the_scheduler_opens_no_store(
+    start, prompts, tmp_path, until
+):
     root = tmp_path / "kv"
-    # Below a fork the processes of 0.33's Model Runner V2 do not name themselves.
-    engine = start(settings(root), ranks=2, anew=True)
+    engine = start(settings(root), ranks=2)
     prompt = prompts(1, 1000)
     told = engine.generate(prompt)["tokens"]
     engine.ask("quiet")
-    processes = processes_below(engine.process.pid)
-    cores = [pid for pid, command in processes.items() if "EngineCore" in command]
-    workers = [pid for pid, command in processes.items() if "Worker" in command]
-    servers = [pid for pid, command in processes.items() if "kvoffload.io.process" in command]
-    assert [len(cores), len(workers), len(servers)] == [1, 2, 2], processes
-    assert [opens(pid, root) for pid in cores + workers] == [[]] * 3
+    servers, workers, cores, fronts = zip(*io_processes_below(engine.process.pid), strict=True)
+    assert [len(set(each)) for each in (servers, workers, cores, fronts)] == [2, 2, 1, 1]
+    assert [opens(pid, root) for pid in {*workers, *cores, *fronts}] == [[]] * 4
     assert all(opens(pid, root) for pid in servers)
     engine.kill()
     again = start(settings(root), ranks=2)
-    time.sleep(15)  # nothing is asked of it
+    core = io_processes_below(again.process.pid)[0][2]
+    until(lambda: is_idle(core), 60)  # nothing is asked of it
     answer = again.generate(prompt)
     assert (answer["cached"], answer["tokens"]) == ([992], told)
     again.kill()
