@@ -26,17 +26,32 @@ def unreachable():
     return {"type": "redis", "url": f"redis://127.0.0.1:{free_port()}"}
 
 
-@pytest.fixture
-def serve(models, tmp_path):
+@pytest.fixture(scope="module")
+def serve(models, tmp_path_factory):
     running = []
 
     def begin(extra, *options, **environment):
-        running.append(Server(models(), tmp_path / "server.log", extra, *options, **environment))
+        log = tmp_path_factory.mktemp("log") / "server.log"
+        running.append(Server(models(), log, extra, *options, **environment))
         return running[-1]
 
     yield begin
     for server in running:
         server.kill()
+
+
+@pytest.fixture(scope="module")
+def server(serve, tmp_path_factory):
+    root = tmp_path_factory.mktemp("store") / "kv"
+    disk = {"type": "disk", "root": str(root), "capacity": "64MiB", "min_free": 0}
+    server = serve(
+        {**settings(disk), "blocks_per_chunk": 1, "client_hints": ["session", "returns"]},
+        *("--middleware", "kvoffload.connectors.vllm.agent_requests.AgentRequests"),
+        KVOFFLOAD_TRANSLATE="session_headers,prompt_cache_retention",
+        VLLM_SERVER_DEV_MODE="1",
+    )
+    server.wait_ready()
+    return server
 
 
 def lines_with(log, text):
@@ -73,10 +88,8 @@ def test_where_one_process_has_both_halves_a_stores_state_is_said_once(start, pr
     engine.kill()
 
 
-def test_an_idle_server_shows_all_that_its_last_request_did(serve, prompts, tmp_path):
-    disk = {"type": "disk", "root": str(tmp_path / "kv"), "capacity": "64MiB", "min_free": 0}
-    server = serve({**settings(disk), "blocks_per_chunk": 1}, VLLM_SERVER_DEV_MODE="1")
-    server.wait_ready()
+def test_an_idle_server_shows_all_that_its_last_request_did(server, prompts):
+    """It is the first request of this server: figures count from the start."""
     server.ask(prompts(1, 200)[0])
     # Six of the prompt, and that of the self-test.
     wait_for(lambda: server.counted('kvoffload_store_chunks_total{tier="disk"}') == 7)
@@ -91,14 +104,8 @@ def test_an_idle_server_shows_all_that_its_last_request_did(serve, prompts, tmp_
     assert server.counted('kvoffload_load_chunks_total{tier="cpu"}') == loads_before + 6
 
 
-def test_what_an_agent_says_of_its_session_passes_the_middleware_and_counts(serve, prompts):
-    server = serve(
-        {**settings(), "blocks_per_chunk": 1, "client_hints": ["session", "returns"]},
-        *("--middleware", "kvoffload.connectors.vllm.agent_requests.AgentRequests"),
-        KVOFFLOAD_TRANSLATE="session_headers,prompt_cache_retention",
-    )
-    server.wait_ready()
-    first, other, later = prompts(3, 200, shared=32)
+def test_what_an_agent_says_of_its_session_passes_the_middleware_and_counts(server, prompts):
+    first, other, later = prompts(3, 200, seed=1, shared=32)
     agent = {"X-Claude-Code-Session-Id": "a"}
     server.ask(first, agent, prompt_cache_retention="24h")
     wait_for(lambda: server.counted('kvoffload_return_chunks_total{result="told"}') == 6)
