@@ -17,9 +17,9 @@ LENGTH, CACHED, CHUNKS = 1000, 992, 31  # whole blocks of 32 tokens in a prompt
 @pytest.fixture
 def engine(start, tmp_path):
     """Start an engine of the server in this folder, without a cache of its own."""
+    settings = {"serve": str(tmp_path / "s"), "cpu_bytes": 0, "staging_bytes": "16MiB"}
     # Until the server has listed what it has, however long that takes.
-    settings = {"serve": str(tmp_path / "s"), "cpu_bytes": 0, "lookup_timeout_s": 30.0}
-    return lambda: start(settings | {"staging_bytes": "16MiB"})
+    return lambda lookup_timeout_s=30.0: start(settings | {"lookup_timeout_s": lookup_timeout_s})
 
 
 @pytest.fixture
@@ -58,9 +58,9 @@ def num_lent(port):
 def test_engines_share_a_cache_that_outlives_them_and_go_on_without_it(
     engine, server, prompts, until
 ):
-    first = engine()
+    first = engine(1.0)  # its first request finds no server
     wanted, other = prompts(2, LENGTH)
-    told = first.generate([wanted])["tokens"]  # no server is there
+    told = first.generate([wanted])["tokens"]
     host = server()
     hit_in_the_end(first, wanted, told)
 
