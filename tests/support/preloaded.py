@@ -63,7 +63,7 @@ class Preloaded:
     def __init__(self, modules: Sequence[str], environment: Mapping[str, str]) -> None:
         run = os.environ.get("PYTEST_XDIST_TESTRUNUID") or uuid.uuid4().hex
         owner = os.getppid() if "PYTEST_XDIST_WORKER" in os.environ else os.getpid()
-        name = hashlib.sha256(" ".join([run, *modules]).encode()).hexdigest()[:16]
+        name = hashlib.sha256(repr((run, modules, environment)).encode()).hexdigest()[:16]
         folder = Path(tempfile.gettempdir(), f"preloaded-{name}")
         folder.mkdir(mode=0o700, exist_ok=True)
         self.path = f"{folder}/socket"

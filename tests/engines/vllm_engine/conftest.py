@@ -58,8 +58,6 @@ OF_ENGINES = (
     "tests.engines.vllm_engine.inspected",
 )
 """Modules that every engine imports."""
-READ_AT_IMPORT = {"TRITON_INTERPRET"}
-"""An engine with such a variable of its own is no fork: it imports vLLM anew."""
 
 
 def pytest_collection_modifyitems(items):
@@ -263,25 +261,32 @@ def halves(models, tmp_path):
 
 
 @pytest.fixture(scope="session")
-def imported():
-    """A Python that has imported what engines do, which is most of the time of their start."""
-    return Preloaded(OF_ENGINES, {**ENVIRONMENT, **joined({})})
+def preload():
+    """Start a Python that has imported what engines do, which is most of the time of their start.
+
+    Variables that matter at an import are given here; those of one engine may be its own.
+    """
+    return lambda **env: Preloaded(OF_ENGINES, {**ENVIRONMENT, **env, **joined({})})
+
+
+@pytest.fixture(scope="session")
+def imported(preload):
+    """The one whose forks engines are."""
+    return preload()
 
 
 @pytest.fixture(scope="module")
 def start(models, imported, tmp_path_factory):
-    """Start an engine, a fork or ``anew``; all are killed at the end of the module."""
+    """Start an engine; all are killed at the end of the module."""
     running = []
 
-    def begin(extra=None, *, kind="llama", ready=True, ranks=1, env=None, anew=False, **options):
+    def begin(extra=None, *, kind="llama", ready=True, ranks=1, env=None, **options):
         if ranks > 1:
             options |= {"tensor_parallel_size": ranks, "distributed_executor_backend": "mp"}
             env = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", **(env or {})}
         log = tmp_path_factory.mktemp("log") / "engine.log"
         options = {"model": models(kind), **OF_KIND.get(kind, {}), **options}
-        anew |= bool(READ_AT_IMPORT.intersection(env or {}))
-        python = None if anew else imported
-        engine = Engine(log_file=log, extra=extra, env=env, python=python, **options)
+        engine = Engine(log_file=log, extra=extra, env=env, python=imported, **options)
         running.append(engine)
         return engine.wait_ready() if ready else engine
 

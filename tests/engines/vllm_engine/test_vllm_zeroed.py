@@ -8,6 +8,12 @@ import pytest
 
 pytestmark = pytest.mark.timeout(1800)
 OVERWRITTEN = "vllm:kvoffload_events stores_overwritten"
+RUNNER_V2 = {"TRITON_INTERPRET": "1", "VLLM_USE_V2_MODEL_RUNNER": "1"}
+
+
+@pytest.fixture(scope="module")
+def imported(preload):
+    return preload(**RUNNER_V2)
 
 
 def test_under_memory_pressure_outputs_stay_those_of_vllm_alone(
@@ -15,11 +21,7 @@ def test_under_memory_pressure_outputs_stay_those_of_vllm_alone(
 ):
     record_property("runner", "V2")
     asked = {
-        "env": {
-            "TRITON_INTERPRET": "1",
-            "VLLM_USE_V2_MODEL_RUNNER": "1",
-            **plugin("zeroing"),
-        },
+        "env": RUNNER_V2 | plugin("zeroing"),
         # Two requests at a time have all blocks: each gets those that another one has just left.
         "num_gpu_blocks_override": 17,
         "max_model_len": 256,
