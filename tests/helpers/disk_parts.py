@@ -19,6 +19,11 @@ ON_DISK = 64 * 1024
 DEFAULTS = {"capacity": ByteSize(64 << 20), "min_free": ByteSize(0), "form": "files"}
 
 
+def full(chunks):
+    """Settings with which a store is full with so many chunks."""
+    return {"capacity": ByteSize(chunks * ON_DISK), "high_watermark": 1.0, "low_watermark": 1.0}
+
+
 def open_disk(root, namespace="disk", vfs=None, *, ready=True, **settings):
     settings = DEFAULTS | settings
     form = settings.pop("form")

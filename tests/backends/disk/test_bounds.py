@@ -7,7 +7,7 @@ import subprocess
 import threading
 
 import pytest
-from disk_parts import ON_DISK, SIZE, allocated, chunk_bytes, open_disk
+from disk_parts import ON_DISK, SIZE, allocated, chunk_bytes, full, open_disk
 
 from kvoffload import open_backend
 from kvoffload.backends.disk.backend import DiskOptions
@@ -27,9 +27,7 @@ async def write_all(backend, keys):
 
 
 async def test_the_least_recently_used_chunks_make_room(tmp_path):
-    backend = open_disk(
-        tmp_path, capacity=ByteSize(4 * ON_DISK), high_watermark=1.0, low_watermark=1.0
-    )
+    backend = open_disk(tmp_path, **full(4))
     keys = keys_of(6)
     assert await write_all(backend, keys[:4]) == [True] * 4
     assert await backend.read(keys[:1], slots(1, SIZE)) == [True]
@@ -60,9 +58,7 @@ async def test_the_background_goes_on_evicting_after_a_store_had_to(
 
 
 async def test_the_tail_of_a_prefix_leaves_before_its_head(tmp_path):
-    backend = open_disk(
-        tmp_path, capacity=ByteSize(4 * ON_DISK), high_watermark=1.0, low_watermark=1.0
-    )
+    backend = open_disk(tmp_path, **full(4))
     keys = keys_of(5)
     await backend.write(keys[:4], filled(keys[:4], SIZE))
     assert await backend.read(keys[:4], slots(4, SIZE)) == [True] * 4
@@ -216,9 +212,7 @@ async def test_a_file_that_cannot_be_removed_does_not_stop_eviction(tmp_path):
         sticky=True,
         when=lambda c, p: c in ("unlink", "take") and keys[0].hex() in p,
     )
-    backend = open_disk(
-        tmp_path, vfs=vfs, capacity=ByteSize(4 * ON_DISK), high_watermark=1.0, low_watermark=1.0
-    )
+    backend = open_disk(tmp_path, vfs=vfs, **full(4))
     assert await write_all(backend, keys) == [True] * 8
     assert [backend.holds(key) for key in keys] == [True] + [False] * 4 + [True] * 3
     assert backend.counters()["undeletable"] == 1

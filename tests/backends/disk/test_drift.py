@@ -9,7 +9,7 @@ import sys
 import time
 
 import pytest
-from disk_parts import ON_DISK, SIZE, chunk_bytes, open_disk, until, write
+from disk_parts import ON_DISK, SIZE, chunk_bytes, full, open_disk, until, write
 
 from kvoffload.backends.admin import Check
 from kvoffload.backends.disk import housekeeper as disk_housekeeper
@@ -22,7 +22,7 @@ from kvoffload.config import ByteSize
 from kvoffload.testing.backends import filled, keys_of, slots
 from tests.support.vfs import FailingVfs, HookedVfs, StuckVfs, kind_of
 
-FULL = {"capacity": ByteSize(8 * ON_DISK), "high_watermark": 1.0, "low_watermark": 1.0}
+FULL = full(8)
 
 
 @pytest.mark.parametrize("what", ["files", "folders"])

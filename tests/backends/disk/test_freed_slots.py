@@ -2,11 +2,10 @@
 
 import threading
 
-from disk_parts import ON_DISK, SIZE, chunk_bytes, open_disk, until, write
+from disk_parts import ON_DISK, SIZE, chunk_bytes, full, open_disk, until, write
 
 from kvoffload.backends.disk.index import name_of
 from kvoffload.backends.disk.scanner import Scanner
-from kvoffload.config import ByteSize
 from kvoffload.testing import payload_of
 from kvoffload.testing.backends import filled, keys_of, slots
 from tests.support.vfs import HookedVfs, kind_of
@@ -36,8 +35,7 @@ class Beside(HookedVfs):
 
 def open_segments(root, namespace="disk", chunks=64, **settings):
     """Open a store that is full with so many chunks."""
-    room = {"capacity": ByteSize(chunks * ON_DISK), "high_watermark": 1.0, "low_watermark": 1.0}
-    return open_disk(root, namespace, form="segments", policy="lru", **room, **settings)
+    return open_disk(root, namespace, form="segments", policy="lru", **full(chunks), **settings)
 
 
 async def are_right(backend, keys):

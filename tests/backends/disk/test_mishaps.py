@@ -8,7 +8,7 @@ import threading
 import time
 
 import pytest
-from disk_parts import ON_DISK, SIZE, chunk_bytes, let_calls_hang_after, open_disk, until, write
+from disk_parts import SIZE, chunk_bytes, full, let_calls_hang_after, open_disk, until, write
 
 from kvoffload.backends.disk import housekeeper as disk_housekeeper
 from kvoffload.backends.disk.backend import DiskBackend, DiskOptions
@@ -128,8 +128,7 @@ async def test_a_store_in_which_something_raises_is_a_refusal_and_leaves_no_byte
 
 
 async def test_a_policy_that_names_no_victim_but_raises_refuses_the_store(tmp_path, monkeypatch):
-    settings = {"capacity": ByteSize(2 * ON_DISK), "high_watermark": 1.0, "low_watermark": 1.0}
-    backend = open_disk(tmp_path, **settings)
+    backend = open_disk(tmp_path, **full(2))
     keys = keys_of(4)
     assert await write(backend, keys[:2]) == [True] * 2
     failing(monkeypatch, HandicapPolicy, "victims")
@@ -221,8 +220,7 @@ def test_more_threads_than_make_sense_are_refused(tmp_path, field, threads):
 async def test_chunks_read_before_a_load_was_cut_off_count_as_used(tmp_path):
     keys = keys_of(4)
     vfs = StuckVfs(lambda name, path: name == "preadv" and path.endswith(keys[2].hex()))
-    settings = {"capacity": ByteSize(4 * ON_DISK), "high_watermark": 1.0, "low_watermark": 1.0}
-    backend = open_disk(tmp_path, vfs=vfs, io="direct", read_threads=1, **settings)
+    backend = open_disk(tmp_path, vfs=vfs, io="direct", read_threads=1, **full(4))
     assert [(await write(backend, [key]))[0] for key in keys] == [True] * 4
     loading = asyncio.ensure_future(backend.read(keys, slots(4, SIZE)))
     assert await until(lambda: vfs.stuck)
@@ -239,8 +237,7 @@ async def test_chunks_read_before_a_load_was_cut_off_count_as_used(tmp_path):
 
 async def test_an_owner_without_victims_looks_at_once_for_what_others_stored(tmp_path, monkeypatch):
     monkeypatch.setattr(disk_housekeeper, "_TICK_S", 3600.0)
-    settings = {"capacity": ByteSize(6 * ON_DISK), "high_watermark": 1.0, "low_watermark": 1.0}
-    owner, other = open_disk(tmp_path, "one", **settings), open_disk(tmp_path, "two", **settings)
+    owner, other = open_disk(tmp_path, "one", **full(6)), open_disk(tmp_path, "two", **full(6))
     assert await write(other, keys_of(6, "two")) == [True] * 6
     looks = []
     real = Housekeeper._scan

@@ -1,13 +1,12 @@
 """Chunks that another version of kvoffload stored: misses, which stay until they are replaced."""
 
 import pytest
-from disk_parts import ON_DISK, SIZE, chunk_bytes, open_disk, write
+from disk_parts import ON_DISK, SIZE, chunk_bytes, full, open_disk, write
 
 from kvoffload.backends.admin import Check
 from kvoffload.backends.disk.admin import verify
 from kvoffload.backends.disk.chunk_file import PAGE
 from kvoffload.backends.disk.inspector import DiskInspector
-from kvoffload.config import ByteSize
 from kvoffload.testing.backends import keys_of, slots
 from tests.support.other_version import OTHERS, VERSION, resealed
 
@@ -63,8 +62,7 @@ async def test_a_chunk_of_another_version_may_have_another_length(tmp_path, io):
 
 
 async def test_one_that_the_index_does_not_know_is_asked_for_once_and_can_be_evicted(tmp_path):
-    settings = {"capacity": ByteSize(2 * ON_DISK), "high_watermark": 1.0, "low_watermark": 1.0}
-    backend = open_disk(tmp_path, **settings)
+    backend = open_disk(tmp_path, **full(2))
     old, new, newer = keys_of(3)
     assert await write(backend, [old]) == [True]
     change(tmp_path, old)

@@ -9,7 +9,7 @@ from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from disk_parts import ON_DISK, SIZE, allocated, chunk_bytes, open_disk, until, write
+from disk_parts import ON_DISK, SIZE, allocated, chunk_bytes, full, open_disk, until, write
 
 from kvoffload.backends.base import ReadResult
 from kvoffload.backends.disk import housekeeper
@@ -24,11 +24,6 @@ from kvoffload.config import ByteSize
 from kvoffload.testing import payload_of
 from kvoffload.testing.backends import filled, keys_of, slots
 from tests.support.vfs import FailingVfs, HookedVfs, kind_of
-
-
-def full(chunks):
-    """Return settings with which a store is full with so many chunks."""
-    return {"capacity": ByteSize(chunks * ON_DISK), "high_watermark": 1.0, "low_watermark": 1.0}
 
 
 def inodes(root):

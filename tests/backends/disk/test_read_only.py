@@ -3,13 +3,12 @@
 import errno
 import os
 
-from disk_parts import ON_DISK, SIZE, open_disk, write
+from disk_parts import SIZE, full, open_disk, write
 
 from kvoffload.backends.admin import Check
 from kvoffload.backends.disk import admin
 from kvoffload.backends.disk.inspector import DiskInspector
 from kvoffload.backends.disk.vfs import Vfs
-from kvoffload.config import ByteSize
 from kvoffload.testing import payload_of
 from kvoffload.testing.backends import keys_of, slots
 
@@ -57,8 +56,7 @@ async def test_a_read_only_file_system_serves_segments_that_are_not_open(tmp_pat
 
 async def test_a_store_that_can_evict_nothing_of_a_read_only_disk_says_so(tmp_path):
     vfs = ReadOnlyVfs()
-    full = {"capacity": ByteSize(4 * ON_DISK), "high_watermark": 1.0, "low_watermark": 1.0}
-    backend = open_disk(tmp_path, form="segments", vfs=vfs, io="buffered", **full)
+    backend = open_disk(tmp_path, form="segments", vfs=vfs, io="buffered", **full(4))
     assert await write(backend, keys_of(4)) == [True] * 4
     vfs.is_read_only = True
     assert await write(backend, keys_of(1, "more")) == [False]

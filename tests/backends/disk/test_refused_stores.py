@@ -3,7 +3,7 @@
 import errno
 
 import pytest
-from disk_parts import ON_DISK, SIZE, open_disk, write
+from disk_parts import ON_DISK, SIZE, full, open_disk, write
 
 from kvoffload.config import ByteSize
 from kvoffload.errors import ConfigError
@@ -18,8 +18,7 @@ async def test_a_store_refused_for_want_of_room_is_counted(tmp_path):
         sticky=True,
         when=lambda c, p: c in ("unlink", "take") and kind_of(p) == "chunk",
     )
-    settings = {"capacity": ByteSize(2 * ON_DISK), "high_watermark": 1.0, "low_watermark": 1.0}
-    backend = open_disk(tmp_path, vfs=vfs, **settings)
+    backend = open_disk(tmp_path, vfs=vfs, **full(2))
     assert await write(backend, keys_of(2)) == [True] * 2
     assert await write(backend, keys_of(1, "more")) == [False]
     counts = backend.counters()
@@ -52,8 +51,7 @@ async def test_a_chunk_that_is_there_is_not_written_again(tmp_path):
 
 
 async def test_only_removals_that_no_caller_asked_for_are_reported_and_each_once(tmp_path):
-    settings = {"capacity": ByteSize(3 * ON_DISK), "high_watermark": 1.0, "low_watermark": 1.0}
-    backend = open_disk(tmp_path, **settings)
+    backend = open_disk(tmp_path, **full(3))
     keys = keys_of(5)
     for key in keys[:3]:
         assert await write(backend, [key]) == [True]

@@ -9,6 +9,7 @@ from disk_parts import (
     SIZE,
     chunk_bytes,
     flip_chunk,
+    full,
     let_policy_refuse,
     open_disk,
     write,
@@ -17,7 +18,6 @@ from disk_parts import (
 from kvoffload.backends.base import ReadResult, WriteResult
 from kvoffload.backends.disk.chunk_file import MOST_IN_RUN
 from kvoffload.backends.disk.index import name_of
-from kvoffload.config import ByteSize
 from kvoffload.testing import payload_of
 from kvoffload.testing.backends import keys_of, slots
 from tests.support.vfs import HookedVfs
@@ -132,10 +132,6 @@ class CountedCalls(HookedVfs):
             if ending == "slots" and self.writes[ending] in self.failing:
                 raise OSError(errno.EIO, "a test")
         return perform()
-
-
-def full(chunks):
-    return {"capacity": ByteSize(chunks * ON_DISK), "high_watermark": 1.0, "low_watermark": 1.0}
 
 
 async def all_are_there(backend, keys, root):

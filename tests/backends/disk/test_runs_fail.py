@@ -9,6 +9,7 @@ from disk_parts import (
     ON_DISK,
     SIZE,
     chunk_bytes,
+    full,
     let_policy_refuse,
     open_disk,
     table_of,
@@ -155,8 +156,7 @@ async def test_each_refused_chunk_of_a_run_is_counted_once(tmp_path):
 
 
 async def test_a_run_that_fits_in_part_is_stored_in_part(tmp_path):
-    room = {"capacity": ByteSize(3 * ON_DISK), "high_watermark": 1.0, "low_watermark": 1.0}
-    backend = open_slots(tmp_path, **room)
+    backend = open_slots(tmp_path, **full(3))
     backend._store.space.may_evict = False
     answers = await write(backend, keys_of(5))
     assert answers == [True] * 3 + [False] * 2
@@ -183,7 +183,7 @@ class Between(HookedVfs):
 
 
 def two_on(root, vfs, places, io="buffered"):
-    room = {"capacity": ByteSize(places * ON_DISK), "high_watermark": 1.0, "low_watermark": 1.0}
+    room = full(places)
     room |= {"policy": "lru", "io": io}
     return open_slots(root, vfs, **room), open_slots(root, **room)
 
@@ -290,8 +290,7 @@ async def test_another_process_marks_a_chunk_as_damaged_while_uses_are_noted(tmp
 
 
 async def test_evicting_for_a_run_takes_no_tenant_below_its_share(tmp_path):
-    room = {"capacity": ByteSize(128 * ON_DISK), "high_watermark": 1.0, "low_watermark": 1.0}
-    backend = open_slots(tmp_path, **room, policy="lru", tenant_share=0.5)
+    backend = open_slots(tmp_path, **full(128), policy="lru", tenant_share=0.5)
     small, large, new = keys_of(63, "small"), keys_of(65, "large"), keys_of(8, "new")
     for tenant, keys in ((b"small", small), (b"large", large), (b"new", new)):
         for start in range(0, len(keys), 8):
@@ -355,8 +354,7 @@ async def test_a_run_of_which_the_table_takes_a_part_is_taken_back(tmp_path, ste
         return chunk_bytes(tmp_path) // ON_DISK, {key for table in tables for key in table}
 
     vfs = Shortening(look)
-    room = {"capacity": ByteSize(128 * ON_DISK), "high_watermark": 1.0, "low_watermark": 1.0}
-    backend = open_slots(tmp_path, vfs, policy="lru", **room)
+    backend = open_slots(tmp_path, vfs, policy="lru", **full(128))
     old, keys = keys_of(128 if step == "claim" else 1, "old"), keys_of(8)
     assert all(await write(backend, old))
     vfs.left = 2 if step == "publish" else 1
@@ -385,8 +383,7 @@ async def test_chunks_in_slots_of_two_processes_are_runs_as_well(tmp_path):
 
 
 async def test_a_policy_that_raises_among_victims_keeps_all_evictable(tmp_path, monkeypatch):
-    room = {"capacity": ByteSize(128 * ON_DISK), "high_watermark": 1.0, "low_watermark": 1.0}
-    backend = open_slots(tmp_path, policy="lru", **room)
+    backend = open_slots(tmp_path, policy="lru", **full(128))
     assert all(await write(backend, keys_of(128, "old")))
     index, left = backend._store.index, [5]
     victims = index._order.victims

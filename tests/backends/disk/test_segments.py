@@ -12,6 +12,7 @@ from disk_parts import (
     allocated,
     chunk_bytes,
     flip_chunk,
+    full,
     open_disk,
     table_of,
     until,
@@ -27,7 +28,6 @@ from kvoffload.backends.disk.paths import QUARANTINE
 from kvoffload.backends.disk.scanner import Scanner
 from kvoffload.backends.disk.segment import Segment
 from kvoffload.backends.disk.vfs import Vfs
-from kvoffload.config import ByteSize
 from kvoffload.testing import payload_of
 from kvoffload.testing.backends import filled, keys_of, slots
 from tests.support.disk_chunks import stored_in
@@ -40,11 +40,6 @@ STATE_AT = 16
 
 def open_segments(root, namespace="disk", **settings):
     return open_disk(root, namespace, form="segments", **settings)
-
-
-def full(chunks):
-    """Return settings with which a store is full with so many chunks."""
-    return {"capacity": ByteSize(chunks * ON_DISK), "high_watermark": 1.0, "low_watermark": 1.0}
 
 
 def tables(root):

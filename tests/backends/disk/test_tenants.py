@@ -3,10 +3,9 @@
 import asyncio
 
 import pytest
-from disk_parts import ON_DISK, SIZE, open_disk
+from disk_parts import ON_DISK, SIZE, full, open_disk
 
 from kvoffload.backends.disk.index import name_of
-from kvoffload.config import ByteSize
 from kvoffload.errors import ConfigError
 from kvoffload.policies.told_return import ToldReturn
 from kvoffload.registry import read_options
@@ -14,7 +13,7 @@ from kvoffload.testing.backends import filled, keys_of
 
 A, B = b"a" * 16, b"b" * 16
 SLOTS = 24
-FULL = {"capacity": ByteSize(SLOTS * ON_DISK), "high_watermark": 1.0, "low_watermark": 1.0}
+FULL = full(SLOTS)
 
 
 async def write(backend, keys, tenant):
