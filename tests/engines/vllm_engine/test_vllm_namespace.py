@@ -684,13 +684,6 @@ def test_a_latent_cache_is_the_same_for_each_number_of_ranks(model):
     assert len({alone, *sharded}) == 4
 
 
-def test_ranks_that_interleave_tokens_otherwise_have_other_namespaces(model):
-    config = config_of(model)
-    first = namespace(**facts_of(config))
-    config.parallel_config.cp_kv_cache_interleave_size = 16
-    assert namespace(**facts_of(config)) != first
-
-
 def test_a_processor_with_another_order_of_bytes_has_another_namespace(model):
     config = config_of(model)
 
@@ -709,7 +702,3 @@ def test_the_manifest_names_the_model_and_shows_no_secret(model):
     facts = facts_of(config_of(model, hf_token="hf_secret"))
     assert facts["label.model"] == model
     assert "hf_secret" not in json.dumps(facts)
-
-
-def test_two_starts_have_one_namespace(model):
-    assert known(model) == known(model)

@@ -189,18 +189,6 @@ def test_what_a_long_prompt_kept_ends_while_it_runs_though_none_waits(alone, mon
     at_rest(rig)
 
 
-def test_a_request_aborted_in_the_queue_leaves_it_at_once(alone):
-    rig = alone(4 * CHUNKS)
-    requests = [rig.add(prompt(i), 8) for i in range(2)]
-    rig.step()
-    queue, (_, waits) = manager_of(rig).waiting, requests
-    assert queue.requests.get(waits.request_id) is not None
-    rig.scheduler.finish_requests([waits.request_id], RequestStatus.FINISHED_ABORTED)
-    assert not queue.requests
-    run(rig, requests)
-    at_rest(rig)
-
-
 @pytest.mark.parametrize("status", ["WAITING", "WAITING_FOR_REMOTE_KVS", "RUNNING", "PREEMPTED"])
 def test_an_abort_in_each_state_leaves_nothing(alone, status):
     """GPU memory takes two prompts, and not what both decode."""
@@ -285,17 +273,3 @@ def test_stores_are_told_when_sessions_return(alone):
         assert len(told) == number + 1
     assert [(len(each.keys), each.in_s) for each in told] == [(CHUNKS, 60.0), (CHUNKS, None)]
     assert told[0].claim == told[1].claim
-
-
-def test_a_request_of_two_thousand_chunks_takes_little_time_to_queue(alone):
-    rig = alone(64)
-    requests = [rig.add(prompt(0), 4)]
-    rig.step()
-    rig.meter.take()
-    requests += [rig.add(random.Random(i).choices(range(512), k=4000), 1) for i in range(5)]
-    seconds, _ = rig.meter.take()
-    print(f"{1e6 * seconds['scheduler on_new_request'] / 5:.0f} us a call")
-    rig.scheduler.finish_requests(
-        [request.request_id for request in requests], RequestStatus.FINISHED_ABORTED
-    )
-    at_rest(rig)

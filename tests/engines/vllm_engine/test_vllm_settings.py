@@ -61,12 +61,6 @@ def test_a_layout_that_cannot_be_offloaded_is_refused_where_it_is_asked_for(monk
         KVOffloadConnector.requires_piecewise_for_cudagraph({"cpu_bytes": "1GiB"})
 
 
-def test_the_class_can_be_imported_without_settings():
-    from kvoffload.connectors.vllm import KVOffloadConnector as again
-
-    assert again is KVOffloadConnector
-
-
 def test_lookups_of_vllm_are_wrapped_once_and_those_of_other_connectors_are_as_they_were():
     register()
     wrapped = KVConnectorFactory.get_connector_class.__func__
