@@ -16,7 +16,6 @@ BOTH = (
     "test_local_groups",
     "test_local_life",
     "test_local_settings",
-    "test_local_wishes",
     "test_staging",
     "test_eviction",
     "test_tiers",

@@ -359,3 +359,14 @@ def test_a_request_whose_loads_are_short_twice_is_promised_nothing_until_it_comp
     assert connector.stats()["events"]["declined_after_short_load"] == 1
     connector.after_forward(request, [range(20, 41)], 4)
     assert connector.get_num_new_matched_tokens(request, 0) > 0
+
+
+def test_a_request_may_limit_what_is_loaded_for_it(connect, new_request, until):
+    connector, request = connect(cpu_bytes="20KiB"), new_request("p", 41)  # five chunks
+    store(connector, request)
+    request.kv_transfer_params = {"kvoffload": {"max_load_tokens": 18}}
+    outcome = load(connector, request, range(20, 31), until, computed=4)
+    assert (outcome.num_loaded_tokens, outcome.ok) == (16, True)  # whole blocks
+    connector.request_finished(request)
+    request.kv_transfer_params = {"kvoffload": {"max_load_tokens": 0}}
+    assert connector.get_num_new_matched_tokens(request, 0) == 0

@@ -392,15 +392,6 @@ def test_pages_in_flight_when_weights_change_are_neither_stored_nor_loaded(
     assert all(store.save(keys(8, 8), pool.pages(range(8))))  # no slot is lost
 
 
-def test_two_thousand_keys_are_looked_up_quickly(pool, opened, tmp_path, until):
-    store = opened(disk(tmp_path))
-    many = keys(2000)
-    for start in range(0, 2000, 50):
-        part = many[start : start + 50]
-        assert all(store.save(part, pool.pages(range(50))))
-    until(lambda: store.num_leading(many) == 2000)
-
-
 def test_a_closed_store_misses(pool, opened, tmp_path):
     store = opened(disk(tmp_path))
     store.close()

@@ -61,17 +61,6 @@ def test_a_chunk_that_host_memory_evicted_is_unknown_while_a_tier_is_down():
     assert manager.explain(keys("a", 1)) == ["evicted"]
 
 
-def test_a_chunk_dropped_on_its_way_down_is_missing_because_of_that():
-    manager = new_manager(slots=2, stores=[Store()], max_persisting_slots=1)
-    put(manager, keys("a", 2))
-    (transfer,) = manager.take_transfers()
-    put(manager, keys("b", 1))  # evicts the one that waits
-    manager.complete(transfer, [True])
-    waiting = next(key for key in keys("a", 2) if key not in transfer.keys)
-    assert manager.explain([waiting]) == ["dropped"]
-    assert manager.figures.not_stored["tier0", "back_pressure"] == 1
-
-
 def test_what_waits_for_a_tier_that_hangs_is_bounded():
     manager = new_manager(slots=4, stores=[Store()], max_persisting_slots=1)
     stored = 0

@@ -70,12 +70,6 @@ def test_a_request_may_ask_for_some_tiers_only():
     assert manager.lookup_prefix(keys("d", 1)) == (1, False)
 
 
-def test_good_hints_beside_bad_ones_are_obeyed():
-    manager = new_manager()
-    hints = manager.hints(ReqContext("r", {"kvoffload": {"priority": 3, "speed": "high"}}))
-    assert hints.priority == 3
-
-
 class Asked(Store):
     """Does not know yet; remembers what it was asked."""
 

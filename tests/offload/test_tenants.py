@@ -69,14 +69,6 @@ def test_the_log_names_the_tiers_without_shares_where_shares_are_asked_for(caplo
     assert not caplog.records  # a server has a setting of its own
 
 
-def test_without_shares_the_same_flood_evicts_all():
-    manager = new_manager(20)
-    kept = keys("b", 10)
-    put(manager, kept, B)
-    put(manager, keys("a", 20), A)
-    assert here(manager, kept) == []
-
-
 def test_a_share_is_no_limit_while_there_is_room_and_is_given_back_when_it_is_needed():
     manager = new_manager(20, tenant_share=0.5)
     put(manager, keys("a", 20), A)

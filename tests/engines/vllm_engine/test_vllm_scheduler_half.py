@@ -164,16 +164,6 @@ def test_chunks_of_several_sizes_take_the_rows_that_they_need(met):
         half.meet_workers(ranks)
 
 
-def test_the_store_threshold_and_the_size_of_slots_reach_the_manager(met):
-    _, manager = met(cpu_bytes=16384, store_threshold=2)
-    first, second = (OurContext(name) for name in "ab")
-    manager.touch(KEYS[:1], first)
-    assert manager.prepare_store(KEYS[:1], first).keys_to_store == ()
-    manager.touch(KEYS[:1], second)
-    assert manager.prepare_store(KEYS[:1], second).keys_to_store == tuple(KEYS[:1])
-    assert figures(manager)["capacity_bytes"]["cpu"] == 4 * 4096
-
-
 def test_chunks_that_found_no_room_are_offered_again_while_their_request_runs(met):
     half, manager = met(cpu_bytes=0, staging_bytes=16384, backends=[{"type": "memory"}])
     state = types.SimpleNamespace(offload_keys=KEYS[:4], next_stored_chunk_idx=0)
