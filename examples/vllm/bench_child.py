@@ -20,7 +20,6 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 MARK = "@@answer "
@@ -28,6 +27,7 @@ MARK = "@@answer "
 
 def main() -> None:
     from vllm import LLM, SamplingParams
+    from vllm.v1.request import Request
 
     llm = LLM(**json.loads(sys.argv[1]))
     engine = llm.llm_engine
@@ -127,17 +127,11 @@ def main() -> None:
 
     def lookup(chunks: int, rounds: int) -> dict[str, float]:
         """Time the scheduler half's call for a prompt of which every chunk is in host memory."""
-        half = engine.engine_core.engine_core.scheduler.connector.connector_scheduler
+        core = engine.engine_core.engine_core
+        half = core.scheduler.connector.connector_scheduler
         size = half.config.kv_group_configs[0].tokens_per_chunk
-        request = SimpleNamespace(
-            request_id="timed",
-            num_tokens=chunks * size + 1,
-            num_prompt_tokens=chunks * size + 1,
-            block_hashes=[i.to_bytes(32, "big") for i in range(1, chunks + 1)],
-            kv_transfer_params=None,
-            kv_hints=None,
-            skip_reading_prefix_cache=False,
-        )
+        prompt, params = [1] * (chunks * size + 1), SamplingParams(max_tokens=1)
+        request = Request("timed", prompt, params, None, block_hasher=core.request_block_hasher)
         half.on_new_request(request)
         half._req_status["timed"].update_offload_keys()
         keys = half._req_status["timed"].group_states[0].offload_keys

@@ -23,6 +23,8 @@ except ImportError:  # of 0.33
     from vllm.entrypoints.common.cli_args import make_arg_parser
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
+from benchmarks import vllm as bench
+from benchmarks.vllm_parts.engine import Engine, make_model
 from kvoffload import registry
 from kvoffload.config import convert
 from kvoffload.connectors.vllm.start import read_settings
@@ -197,3 +199,10 @@ def test_the_compose_file_of_redis_and_valkey():
         assert service["ports"] == ["127.0.0.1:6379:6379"]
     assert file["services"]["valkey"]["profiles"] == ["valkey"]
     assert set(file["secrets"]) == {"password", "operator_password"}
+
+
+def test_the_engine_of_the_benchmark_times_the_call_of_its_scheduler(monkeypatch, tmp_path):
+    monkeypatch.setattr(bench, "LOOKUP_CHUNKS", 50)
+    extra = {"cpu_bytes": "16MiB", "blocks_per_chunk": 1}
+    with Engine(make_model(tmp_path / "model"), extra) as engine:
+        assert bench.scheduler_call(engine)["value"] > 0
