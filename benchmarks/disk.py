@@ -46,6 +46,9 @@ READERS = {"direct": 8, "auto": 8, "buffered": min(4, os.cpu_count() or 1)}
 """The defaults of the backend."""
 DEPTHS = (1, 2, 4, 8, 16)
 """Threads of the raw loops among which the fastest is looked for, with direct I/O."""
+KNOWN = 100_000
+"""Chunks that a store has to find again."""
+SINGLE_LOADS = 100
 LMCACHE_WORKERS = 4
 """The default of its adapter."""
 RAW_READ = "open, preadv, close"
@@ -320,7 +323,7 @@ def _verification(scratch: str) -> list[Row]:
 
 def _lookup(scratch: str) -> list[Row]:
     backend = _open(f"{scratch}/lookup")
-    keys = keys_of(100_000)
+    keys = keys_of(KNOWN)
     backend._store.index.found((name_of(0, key), 4096) for key in keys)
     plain = dict.fromkeys(keys)
     sides = (
@@ -329,18 +332,18 @@ def _lookup(scratch: str) -> list[Row]:
     )
     ours, limit = (seconds / len(keys) * 1e6 for seconds in best_of(*sides))
     asyncio.run(backend.close())
-    return [row("lookup, 100,000 chunks known", ours, "µs", limit, "key in dict")]
+    return [row(f"lookup, {KNOWN:,} chunks known", ours, "µs", limit, "key in dict")]
 
 
 def _restart(scratch: str) -> list[Row]:
-    """How long until 100,000 chunks are known again; their contents are not looked at."""
+    """How long until :data:`KNOWN` chunks are known again; their contents are not looked at."""
     root = f"{scratch}/restart"
     asyncio.run(_open(root).close())
     folder = f"{root}/{namespace_digest('bench').hex()}"
     for shard in SHARDS:
         os.mkdir(f"{folder}/{shard}", 0o700)
     backend = _open(root)
-    for key in keys_of(100_000):
+    for key in keys_of(KNOWN):
         path = backend._store.files.path_of(name_of(0, key))
         os.close(os.open(path, os.O_WRONLY | os.O_CREAT, 0o600))
     asyncio.run(backend.close())
@@ -351,14 +354,14 @@ def _restart(scratch: str) -> list[Row]:
         began = time.perf_counter()
         backend = _open(root)
         ours.append(time.perf_counter() - began)
-        if len(backend._store.index) != 100_000:
+        if len(backend._store.index) != KNOWN:
             raise RuntimeError(f"only {len(backend._store.index)} chunks were found again")
         asyncio.run(backend.close())
         limit.append(_timed(lambda: _walk(folder)))
     began = time.perf_counter()
     backend = DiskBackend(DiskOptions(root=root, min_free=ByteSize(0)), "bench")
     opened = time.perf_counter() - began
-    while len(backend._store.index) < 100_000:
+    while len(backend._store.index) < KNOWN:
         time.sleep(0.001)
     recalled = time.perf_counter() - began
     backend.wait_ready(60)
@@ -366,30 +369,32 @@ def _restart(scratch: str) -> list[Row]:
     in_slots = [_restart_of_slots(f"{scratch}/restart-slots-{i}") for i in range(3)]
     return [
         row("open", opened * 1e3, "ms"),
-        row("100,000 chunks known, by the snapshot", recalled * 1e3, "ms"),
+        row(f"{KNOWN:,} chunks known, by the snapshot", recalled * 1e3, "ms"),
         row(
-            "100,000 chunks known, without snapshot",
+            f"{KNOWN:,} chunks known, without snapshot",
             min(ours),
             "s",
             min(limit),
             "scandir and stat of each",
         ),
-        row("100,000 chunks in slots known", min(in_slots), "s", min(ours), "files, no snapshot"),
+        row(
+            f"{KNOWN:,} chunks in slots known", min(in_slots), "s", min(ours), "files, no snapshot"
+        ),
     ]
 
 
 def _restart_of_slots(root: str) -> float:
-    """Make a table of 100,000 chunks; return the time until all are known again."""
+    """Make a table of :data:`KNOWN` chunks; return the time until all are known again."""
     asyncio.run(_open(root).close())
     stem = f"{root}/{namespace_digest('bench').hex()}/segments/{'0' * 16}"
     segment = make_segment(Descriptors(Vfs()), stem, f"{root}/new", 68 << 10, durable=False)
-    for slot, key in enumerate(keys_of(100_000)):
+    for slot, key in enumerate(keys_of(KNOWN)):
         segment.set_entry(slot, pack_entry(key, time.time_ns()))
     segment.close()
     began = time.perf_counter()
     backend = _open(root)
     took = time.perf_counter() - began
-    if len(backend._store.index) != 100_000:
+    if len(backend._store.index) != KNOWN:
         raise RuntimeError(f"only {len(backend._store.index)} chunks were found again")
     asyncio.run(backend.close())
     return took
@@ -436,8 +441,8 @@ def _latency(scratch: str) -> list[Row]:
         idle: list[float] = []
         loaded: list[float] = []
         for _ in range(4):
-            idle += loop.run_until_complete(loads(100))
-            loaded += loop.run_until_complete(busy(100))
+            idle += loop.run_until_complete(loads(SINGLE_LOADS))
+            loaded += loop.run_until_complete(busy(SINGLE_LOADS))
     finally:
         loop.run_until_complete(backend.close())
         loop.close()
