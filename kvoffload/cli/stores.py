@@ -4,6 +4,7 @@ import asyncio
 import json
 import os
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 import typer
@@ -81,6 +82,9 @@ def _chosen(target: str | None, kind: str | None) -> tuple[str, dict[str, Any]]:
         raise ConfigError("target", target, "give a URL or a folder, or --type NAME with -o")
     if kind is not None:
         return kind, {}
+    if os.path.exists(str(target)) and Path(str(target)).is_socket():
+        remedy = "is a server's socket: kvoffload top http://HOST:PORT, of its metrics_port, has it"
+        raise ConfigError("target", target, remedy)
     scheme, mark, _ = str(target).partition("://")
     if not mark:
         is_shared = os.path.exists(f"{target}/.store.json")  # as the folder backend marks its roots

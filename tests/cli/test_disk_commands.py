@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import socket
 
 import pytest
 from disk_commands import (
@@ -26,6 +27,14 @@ async def root(tmp_path):
 def used_long_ago(path, days):
     facts = path.stat()
     os.utime(path, (facts.st_atime - days * 86400, facts.st_mtime - days * 86400))
+
+
+@pytest.mark.parametrize("command", ["inspect", "verify", "gc", "top"])
+def test_a_socket_of_a_server_is_called_one(tmp_path, command):
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(f"{tmp_path}/s")
+        result = kvoffload(command, f"{tmp_path}/s")
+    assert (result.returncode, "is a server's socket" in result.stderr) == (2, True)
 
 
 def test_inspect_shows_namespaces_bytes_ages_and_use(root):

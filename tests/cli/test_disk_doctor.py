@@ -197,6 +197,7 @@ def test_the_rights_of_a_root_and_of_the_folders_above_it_are_looked_at(root):
     found = findings(root, code=1)
     assert found["rights"]["verdict"] == "failed"
     assert f"chmod g-w {namespace}" in found["rights"]["detail"]
+    assert "sub-folder" not in found["rights"]["detail"]
 
 
 def test_what_is_printed_for_people_is_whole_in_a_narrow_terminal(root, monkeypatch):

@@ -30,16 +30,18 @@ _HARMLESS = ("lost+found",)
 """Names in an empty file system."""
 
 
-def refuse_unsafe(path: str, facts: os.stat_result) -> None:
+def refuse_unsafe(path: str, facts: os.stat_result, *, is_root: bool = True) -> None:
     """Raise ConfigError for a folder that other users could change, and for a link."""
     if stat.S_ISLNK(facts.st_mode):
         raise ConfigError("root", path, LINK)
     if not stat.S_ISDIR(facts.st_mode):
         raise ConfigError("root", path, "is not a folder")
     if facts.st_uid != os.geteuid():
-        raise ConfigError("root", path, f"{_foreign(facts.st_uid)}, or use a folder of your own")
+        other = ", or use a folder of your own" if is_root else ""
+        raise ConfigError("root", path, _foreign(facts.st_uid) + other)
     if _is_open(facts):
-        raise ConfigError("root", path, f"is {_writable(path, facts)}{_sub_folder(path, facts)}")
+        other = _sub_folder(path, facts) if is_root else ""
+        raise ConfigError("root", path, f"is {_writable(path, facts)}{other}")
 
 
 def refuse_unsafe_inside(vfs: Vfs, root: str) -> None:
@@ -47,7 +49,7 @@ def refuse_unsafe_inside(vfs: Vfs, root: str) -> None:
     for name in _listed(vfs, root):
         if name in (WRITERS, QUARANTINE) or is_namespace(name):
             with contextlib.suppress(FileNotFoundError):  # removed since the listing
-                refuse_unsafe(f"{root}/{name}", vfs.lstat(f"{root}/{name}"))
+                refuse_unsafe(f"{root}/{name}", vfs.lstat(f"{root}/{name}"), is_root=False)
 
 
 def refuse_exposed(vfs: Vfs, root: str) -> None:

@@ -34,7 +34,7 @@ from kvoffload.backends.disk.root_checks import (
 from kvoffload.backends.disk.vfs import Vfs
 from kvoffload.backends.folder.inspection import FolderInspector
 from kvoffload.backends.folder.options import FolderOptions
-from kvoffload.backends.folder.shared_root import check_content
+from kvoffload.backends.folder.shared_root import check_content, remedy_of
 from kvoffload.backends.folder.upkeep import LEASE_S
 from kvoffload.config import human_bytes
 from kvoffload.errors import ConfigError
@@ -78,7 +78,7 @@ async def diagnose(
     findings: list[Finding] = []
     try:
         findings += await answered(root, _examined, root, options)
-        await answered(root, _make_scratch, root, scratch)
+        await answered(root, os.mkdir, scratch, 0o700)
         try:
             findings += await answered(root, _times, scratch)
             if other:
@@ -93,6 +93,8 @@ async def diagnose(
             await answered(root, shutil.rmtree, scratch, True)
     except TimeoutError as error:
         findings.append(hung(error))
+    except OSError as error:  # a full or a read-only mount, say
+        findings.append(Finding("usable", "failed", str(error), remedy_of(error)))
     return findings
 
 
@@ -173,14 +175,6 @@ def _space(vfs: Vfs, root: str, options: FolderOptions) -> Finding:
 
 
 # ---- what other hosts see, and when --------------------------------------------------------------
-
-
-def _make_scratch(root: str, path: str) -> None:
-    """Make a folder in the root for the time of the measurements."""
-    try:
-        os.mkdir(path, 0o700)
-    except OSError as error:
-        raise ConfigError("root", root, f"cannot be written: {error.strerror}") from error
 
 
 def _times(here: str) -> list[Finding]:

@@ -1,5 +1,6 @@
 """The operators' commands on a shared folder: they read it as they read a disk tier's root."""
 
+import contextlib
 import json
 import os
 import secrets
@@ -18,6 +19,7 @@ from kvoffload.backends.folder.places import HOSTS, LEASE
 from kvoffload.errors import ConfigError
 from kvoffload.registry import open_admin
 from kvoffload.testing.backends import filled, keys_of
+from tests.support.small_disk import small_disk
 
 
 @pytest.fixture
@@ -203,6 +205,23 @@ async def test_doctor_measures_between_two_mounts(mounts, monkeypatch):
     assert "GiB/s" in found["depth 2"].detail or "MiB/s" in found["depth 2"].detail
     assert sorted(p.name for p in (mounts[0] / "kv").iterdir()) == [".hosts", LEASE, ".store.json"]
     await backend.close()
+
+
+@pytest.mark.parametrize("limits", ["size=64k", "size=64m,ro"])
+async def test_doctor_tells_of_a_mount_that_takes_no_file(tmp_path, limits):
+    tmp_path.chmod(0o700)
+    with small_disk(tmp_path, f"mode=700,{limits}") as mounted:
+        if not mounted:
+            pytest.skip("needs root, to mount a file system")
+        if "ro" not in limits:
+            with contextlib.suppress(OSError):
+                (tmp_path / "lost+found").write_bytes(bytes(1 << 20))
+        findings = {each.check: each for each in await admin(tmp_path).diagnose()}
+    assert findings["file system"].detail.startswith("tmpfs at ")
+    told = findings["usable"]
+    assert told.verdict == "failed"
+    remedies = ("Read-only", "mount it for writing"), ("No space", "make space on it")
+    assert any(why in told.detail and what in told.remedy for why, what in remedies)
 
 
 async def test_doctor_finds_another_folder_in_place_of_the_other_mount(tmp_path, monkeypatch):
