@@ -13,6 +13,7 @@ from types import ModuleType
 from typing import Annotated, Any, NoReturn
 
 import kvoffload
+from kvoffload.cli.apart import run_apart
 
 COMMANDS: dict[str, str] = {
     "demo": "Serve long prompts again from memory and, after kills, from disk and a server.",
@@ -39,6 +40,13 @@ _CLOSED_PIPE = 141
 
 def main() -> None:
     """Run the command line; the entry point of the ``kvoffload`` script."""
+    if _asked() == "doctor" or "--probe" in sys.argv:
+        run_apart(_run)
+    else:
+        _run()
+
+
+def _run() -> None:
     try:
         import typer
     except ImportError:

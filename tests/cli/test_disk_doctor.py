@@ -2,15 +2,18 @@
 
 import json
 import os
+import signal
+import subprocess
+import sys
 
 import pytest
-from disk_commands import SIZE, answered, as_user, kvoffload, open_disk
+from disk_commands import PROGRAM, SIZE, answered, as_user, kvoffload, open_disk
 
 from kvoffload import open_backend
 from kvoffload.backends import admin
 from kvoffload.backends.disk.paths import BOUNDS, LEDGER
 from kvoffload.testing.backends import filled, keys_of
-from tests.support.hung_mount import hung_mount
+from tests.support.hung_mount import frozen_disk, hung_mount
 
 
 def tree(root):
@@ -230,3 +233,27 @@ def test_a_mount_that_hangs_is_a_finding_of_each_tier_on_it(tmp_path, monkeypatc
         assert each["reachable"]["verdict"] == "failed"
         assert f"{tmp_path}" in each["reachable"]["detail"]
         assert "has not answered for 1 s" in each["reachable"]["detail"]
+
+
+def test_the_command_ends_while_its_call_on_a_frozen_disk_does_not(tmp_path):
+    program = f"from kvoffload.backends import admin; admin.HUNG_S = 2.0; {PROGRAM}"
+    with frozen_disk(tmp_path) as root:
+        words = [sys.executable, "-c", program, "doctor", str(root), "-o", "min_free=0", "--json"]
+        started = subprocess.Popen(words, stdout=subprocess.PIPE)
+        told, _ = started.communicate(timeout=60)  # a kill would wait for the disk
+    assert started.returncode == 1
+    last = json.loads(told)["findings"][-1]
+    assert (last["check"], last["verdict"]) == ("reachable", "failed")
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_the_command_while_its_call_hangs(tmp_path, number):
+    with hung_mount(tmp_path) as server:
+        words = [sys.executable, "-c", PROGRAM, "doctor", str(tmp_path)]
+        started = subprocess.Popen(words, stderr=subprocess.DEVNULL, start_new_session=True)
+        os.read(server, 1 << 20)  # its first look at the mount
+        if number == signal.SIGINT:  # a terminal sends Control-C to the child as well
+            os.killpg(started.pid, number)
+        else:
+            started.send_signal(number)
+        assert started.wait(60) == 128 + number

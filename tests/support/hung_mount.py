@@ -1,9 +1,10 @@
-"""A mount whose server has stopped: each call on it waits until the mount is gone; needs root."""
+"""Mounts that hang: of a server that has stopped, and of a frozen disk; both need root."""
 
 import contextlib
 import ctypes
 import os
 import struct
+import subprocess
 
 import pytest
 
@@ -12,7 +13,10 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 @contextlib.contextmanager
 def hung_mount(path):
-    """Mount a FUSE file system there, of which nothing is answered but the first word."""
+    """Mount a FUSE file system there, of which nothing is answered but the first word.
+
+    Yields the descriptor from which each call can be read.
+    """
     if os.geteuid() or not os.path.exists("/dev/fuse"):
         pytest.skip("needs root and /dev/fuse")
     server = os.open("/dev/fuse", os.O_RDWR)
@@ -25,8 +29,38 @@ def hung_mount(path):
             version = struct.pack("<14I", 7, 31, 1 << 16, 0, 0, 1 << 16, 1, *[0] * 7)
             answer = version + bytes(64 - len(version))
             os.write(server, struct.pack("<IiQ", 16 + len(answer), 0, unique) + answer)
-            yield
+            yield server
         finally:
             _libc.umount2(os.fsencode(path), 2)  # MNT_DETACH: it waits for nothing
     finally:
         os.close(server)  # calls that wait fail
+
+
+@contextlib.contextmanager
+def frozen_disk(folder):
+    """Mount a disk of 128 MiB in a folder and freeze it: no signal ends a call that changes it."""
+    image, where = folder / "image", folder / "disk"
+    where.mkdir()
+    with image.open("wb") as file:
+        file.truncate(128 << 20)
+    for command in (["mkfs.ext4", "-q", image], ["mount", "-o", "loop", image, where]):
+        if not _is_done(command):
+            pytest.skip(f"needs root, and what {command[0]} needs")
+    try:
+        root = where / "kv"
+        root.mkdir(mode=0o700)
+        if not _is_done(["fsfreeze", "-f", where]):
+            pytest.skip("needs fsfreeze")
+        try:
+            yield root
+        finally:
+            _is_done(["fsfreeze", "-u", where])
+    finally:
+        _is_done(["umount", "-l", where])
+
+
+def _is_done(command):
+    try:
+        return not subprocess.run(command, capture_output=True).returncode
+    except FileNotFoundError:
+        return False

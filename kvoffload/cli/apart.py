@@ -1,0 +1,65 @@
+"""A command in a child process: a process whose call hangs in the kernel ends when the call does.
+
+No signal ends such a call. So the parent does nothing that may hang, and ends with the exit code
+that its child tells.
+"""
+
+import os
+import select
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from typing import NoReturn
+
+_TIDY_S = 3.0
+"""How long an interrupted command has to remove what it made, before its caller goes on."""
+
+
+def run_apart(run: Callable[[], None]) -> None:
+    """Run a command, and exit with its code."""
+    is_script = threading.active_count() == 1 and sys.stdout is sys.__stdout__
+    if not hasattr(os, "fork") or not is_script:
+        run()
+        return
+    here, there = os.pipe()
+    child = os.fork()
+    if not child:
+        _run_and_tell(run, there)
+    os.close(there)
+
+    def end(*_: object) -> NoReturn:
+        os.kill(child, signal.SIGTERM)
+        os._exit(128 + signal.SIGTERM)
+
+    signal.signal(signal.SIGTERM, end)
+    try:
+        told = os.read(here, 1)
+    except KeyboardInterrupt:  # the child has got it too
+        told = b"\x82"
+        select.select([here], [], [], _TIDY_S)
+    if not told:
+        _, status = os.waitpid(child, 0)
+        sys.exit(128 - os.waitstatus_to_exitcode(status))
+    sys.exit(told[0])
+
+
+def _run_and_tell(run: Callable[[], None], there: int) -> NoReturn:
+    code: object = 1
+    try:
+        run()
+        code = 0
+    except SystemExit as ending:
+        code = ending.code or 0
+        if isinstance(code, str):
+            print(code, file=sys.stderr)
+            code = 1
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        nowhere = os.open(os.devnull, os.O_RDWR)
+        for stream in (1, 2):  # a reader of its output waits for their end
+            os.dup2(nowhere, stream)
+        os.write(there, bytes([int(str(code))]))
+        os._exit(0)
