@@ -363,7 +363,7 @@ class IOClient:
         self._heard_s, self._has_spoken = time.monotonic(), True
         match message:
             case Arrived():
-                if job := self._jobs.arriving(message.job):
+                if job := self._jobs.arriving(message.job, message.numbers):
                     job.listener.arrived(message.numbers)
             case Lent():
                 self._borrow(message)
@@ -403,7 +403,7 @@ class IOClient:
                 if self._memory is memory:
                     self._link.push(frame(Release(message.loan)))
 
-        job = self._jobs.arriving(message.job)
+        job = self._jobs.arriving(message.job, message.numbers)
         if job and not (isinstance(job.order, Load) and job.order.may_lend):
             raise ValueError("a loan that was not asked for: its slots would have other bytes")
         loan = memory.borrow(message.numbers, message.starts, release)

@@ -1,6 +1,6 @@
 """The jobs of an I/O client and their deadlines: each job is answered exactly once.
 
-A load may take any time while chunks arrive. Until its first chunk, those of loads that began
+A load may take any time while chunks arrive, and little once all have. Until its first chunk, those of loads that began
 before it from the same tier count: a store reads one load after the other. A store may take a fixed
 time. A job that is late is cancelled, and answered as unsettled if that does not end it within
 ``CANCEL_GRACE_S``.
@@ -10,7 +10,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from kvoffload.backends.log_rate import Throttle
@@ -23,6 +23,9 @@ TICK_S, IDLE_TICK_S = 0.02, 0.25
 """Time between two looks at deadlines while jobs run, and while none does."""
 PATIENT_S = IDLE_TICK_S + TICK_S
 """A look comes in time for a deadline so far away; waking its thread takes the engine 0.2 ms."""
+ARRIVED_S = 1.0
+"""How long a server may use the slots of a load of which all chunks have arrived: the server of a
+host stores them nearer. A request waits for that, and need not where a disk hangs."""
 CANCEL_GRACE_S = 0.02
 """How long a cancelled job may take to release its slots before it is answered as unsettled."""
 
@@ -66,14 +69,17 @@ class IOJob:
     timeout_s: float
     begun_s: float
     due_s: float
-    has_arrived: bool = False
-    """Whether a chunk of it has arrived."""
+    ok: bytearray = field(init=False)
+    """Which of its chunks have arrived."""
     cancelled_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.ok = bytearray(len(self.order.keys))
 
     def fail(self, reason: str, *, settled: bool) -> None:
         """Answer that no chunk, but for those that arrived, succeeded."""
         io_time_s = time.monotonic() - self.begun_s
-        self.listener.ended(bytes(len(self.order.keys)), reason, settled, io_time_s)
+        self.listener.ended(bytes(self.ok), reason, settled, io_time_s)
 
 
 class IOJobs:
@@ -93,10 +99,11 @@ class IOJobs:
         """Answered jobs whose slots the server may still use, in the order of their answers."""
         self._warnings = Throttle(log)
 
-    def arriving(self, number: int) -> IOJob | None:
-        """Take in that chunks of a load arrived; None: it is answered."""
+    def arriving(self, number: int, chunks: Sequence[int]) -> IOJob | None:
+        """Take in that these chunks of a load arrived; None: it is answered."""
         if job := self.unanswered.get(number):
-            job.has_arrived = True
+            for i in chunks:
+                job.ok[i] = 1
             self._has_moved(job)
         return job
 
@@ -121,13 +128,13 @@ class IOJobs:
     def _has_moved(self, job: IOJob) -> None:
         """Defer the deadlines of a load whose chunk arrived, and of loads that wait behind it."""
         now_s, order = time.monotonic(), job.order
-        job.due_s = now_s + job.timeout_s
+        job.due_s = now_s + (min(ARRIVED_S, job.timeout_s) if all(job.ok) else job.timeout_s)
         with self._lock:
             jobs = list(self.unanswered.values())
         for other in jobs:
             theirs = other.order
             is_behind = isinstance(theirs, Load) and theirs.job > order.job
-            if is_behind and theirs.tier == order.tier and not other.has_arrived:
+            if is_behind and theirs.tier == order.tier and not any(other.ok):
                 other.due_s = now_s + other.timeout_s
 
     def look(self, now_s: float) -> float | None:

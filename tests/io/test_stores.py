@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from kvoffload.backends.base import Spares, Usage
+from kvoffload.backends.blocking_pool import undisturbed
 from kvoffload.backends.memory import MemoryBackend, MemoryOptions
 from kvoffload.errors import ConfigError
 from kvoffload.io import client as io_client
@@ -211,6 +212,25 @@ def test_a_chunk_that_has_arrived_does_not_arrive_again_with_its_answer(until, l
     until(lambda: listener.answers)
     assert listener.answers == [([True] * 4, "", True)]
     assert sorted(listener.numbers) == [0, 1, 2, 3]
+    client.close()
+
+
+def test_a_load_ends_though_its_store_hangs_once_all_chunks_have_arrived(until, listener):
+    """As a server of the host that stores them nearer: its engine's request goes on."""
+    go_on = threading.Event()
+
+    class Copies(Each):
+        async def read_each(self, *call):
+            answers = await super().read_each(*call)
+            await undisturbed(asyncio.ensure_future(asyncio.to_thread(go_on.wait, 60)))
+            return answers
+
+    client = client_over({"t": Copies(MemoryOptions(), "n")}, Slab(4, 4096), load_timeout_s=3600)
+    client.begin(Load(0, "t", KEYS, [0, 1], 4096), listener)
+    until(lambda: listener.answers)
+    assert (listener.answers, listener.releases) == ([([True] * 2, "deadline", False)], 0)
+    go_on.set()
+    until(lambda: listener.releases)
     client.close()
 
 
