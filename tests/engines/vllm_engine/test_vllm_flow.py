@@ -10,8 +10,8 @@ from tests.engines.vllm_engine.counted import events
 pytestmark = pytest.mark.timeout(900)
 LENGTH, CACHED, CHUNKS = 1000, 992, 31  # whole blocks of 32 tokens in a prompt
 TIMEOUT_S = 4.0
-TRICKLE_S = 0.25
-"""Before each chunk: a load of all of them takes twice the timeout."""
+TRICKLE_S = 0.15
+"""Before each chunk: a load of all of them takes longer than the timeout."""
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +52,7 @@ def generate(engine, wanted, **more):
 
 
 def test_loads_at_a_slow_but_steady_rate_never_time_out(engine, prompts, told, set_plan):
-    """The second load waits for the first one, which alone takes twice the timeout."""
+    """The second load waits for the first one, which alone takes longer than the timeout."""
     set_plan(trickle={"seconds": TRICKLE_S})
     answer, took_s = generate(engine, prompts(4, LENGTH)[:2])
     set_plan()

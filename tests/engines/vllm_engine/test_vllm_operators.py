@@ -67,9 +67,9 @@ def engine(start, operator, tmp_path_factory):
 def written(engine, operator, prompt, chunks):
     """Wait until a prompt's chunks are on the disk."""
     until = time.monotonic() + 60
-    while operator.lookup(prompt)["disk"] != [chunks]:
+    while (found := operator.lookup(prompt))["disk"] != [chunks]:
         assert time.monotonic() < until
-    return operator.lookup(prompt)
+    return found
 
 
 def test_a_prompt_is_found_where_it_is(engine, operator, prompts):
@@ -151,7 +151,7 @@ def test_a_clear_survives_its_io_process_and_the_engines_death_ends_it(engine, o
     waiting = subprocess.Popen(
         [*operator.command, "clear", "--yes"], env=operator.env, stderr=subprocess.PIPE, text=True
     )
-    time.sleep(3)
+    time.sleep(1)
     assert waiting.poll() is None
     engine.kill()
     assert "cannot be asked" in waiting.communicate(timeout=60)[1]
