@@ -51,6 +51,7 @@ from kvoffload.metrics.samples import (
     total,
 )
 from tests.support import redis_server
+from tests.support.prometheus import scrape
 from tests.support.redis_server import free_port
 from tests.support.server_faults import killed
 
@@ -148,14 +149,6 @@ def serving(kv_caches, closing):
         return closing(connector), lambda: scrape(port)
 
     return start
-
-
-def scrape(port):
-    """Return the value of each series, by its name and labels as they are written."""
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
-        lines = answer.read().decode().splitlines()
-    pairs = (line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
-    return {name: float(value) for name, value in pairs}
 
 
 def test_the_endpoint_has_every_metric_from_the_start_and_counters_begin_at_zero(serving):

@@ -3,6 +3,7 @@
 import os
 import shutil
 import tempfile
+import time
 from pathlib import Path
 
 import disk_parts
@@ -44,6 +45,16 @@ def form(request, monkeypatch):
     """The form of the chunks that `disk_parts.open_disk` stores: a test runs with each."""
     monkeypatch.setitem(disk_parts.DEFAULTS, "form", request.param)
     return request.param
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """Seconds by which the clock of uses is ahead, in a list."""
+    ahead_s = [0.0]
+    monkeypatch.setattr(
+        "kvoffload.backends.disk.expiry.now_ns", lambda: time.time_ns() + int(ahead_s[0] * 1e9)
+    )
+    return ahead_s
 
 
 @pytest.fixture(scope="session")

@@ -13,15 +13,9 @@ from disk_commands import (
     kvoffload,
     open_disk,
     process,
-    two_namespaces,
 )
 
 from kvoffload.testing.backends import filled, keys_of, slots
-
-
-@pytest.fixture
-async def root(tmp_path):
-    return await two_namespaces(tmp_path / "kv")
 
 
 def used_long_ago(path, days):

@@ -20,17 +20,11 @@ from disk_commands import (
     kvoffload,
     open_disk,
     process,
-    two_namespaces,
 )
 from rich.console import Console
 
 from kvoffload.cli.output import print_numbers
 from kvoffload.testing.backends import filled, keys_of
-
-
-@pytest.fixture
-async def root(tmp_path):
-    return await two_namespaces(tmp_path / "kv")
 
 
 async def test_a_namespace_opened_by_its_name_is_found_by_that_name(tmp_path):

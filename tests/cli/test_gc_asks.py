@@ -1,12 +1,7 @@
 """``gc`` on a terminal: it says what would go, and asks."""
 
 import pytest
-from disk_commands import files_of, kvoffload, on_terminal, two_namespaces
-
-
-@pytest.fixture
-async def root(tmp_path):
-    return await two_namespaces(tmp_path / "kv")
+from disk_commands import files_of, kvoffload, on_terminal
 
 
 def test_no_leaves_everything(root):

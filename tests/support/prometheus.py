@@ -19,6 +19,14 @@ NEEDED = "needs prometheus and promtool (Debian's package prometheus)"
 Ask = Callable[..., list[Any]]
 
 
+def scrape(port: int) -> dict[str, float]:
+    """Return the value of each series of an endpoint, by its name and labels as written."""
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
+        lines = answer.read().decode().splitlines()
+    pairs = (line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
+    return {name: float(value) for name, value in pairs}
+
+
 @contextmanager
 def scraping(target: int, folder: Path, instead_of: int = 9401, server: int = 0) -> Iterator[Ask]:
     """Scrape an engine's port each second; yield a function that asks until there is an answer.

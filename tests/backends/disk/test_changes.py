@@ -1,11 +1,7 @@
 """A copy made of the listed changes holds what the backend holds, whatever changed it."""
 
-import time
-
-import pytest
 from disk_parts import open_disk, until, write
 
-from kvoffload.backends.disk import expiry as disk_expiry
 from kvoffload.backends.disk import housekeeper as disk_housekeeper
 from kvoffload.testing.backends import keys_of
 from kvoffload.testing.indexes import followed
@@ -83,14 +79,6 @@ async def test_a_chunk_that_left_just_before_all_are_listed_again_is_gone(tmp_pa
     await backend.remove(keys[1:2])
     assert copy.has(keys[2:])
     await backend.close()
-
-
-@pytest.fixture
-def clock(monkeypatch):
-    """Seconds by which the clock of uses is ahead, in a list."""
-    ahead_s = [0.0]
-    monkeypatch.setattr(disk_expiry, "now_ns", lambda: time.time_ns() + int(ahead_s[0] * 1e9))
-    return ahead_s
 
 
 async def test_expired_chunks_leave_and_come_back_when_another_process_used_them(tmp_path, clock):

@@ -7,7 +7,6 @@ import pytest
 from disk_parts import SIZE, chunk_bytes, open_disk, until, write
 
 from kvoffload.backends.base import Removal
-from kvoffload.backends.disk import expiry as disk_expiry
 from kvoffload.backends.disk import quarantine as disk_quarantine
 from kvoffload.backends.disk.backend import DiskOptions
 from kvoffload.backends.disk.paths import QUARANTINE
@@ -15,14 +14,6 @@ from kvoffload.errors import ConfigError
 from kvoffload.testing.backends import keys_of, slots
 
 HOUR_S = 3600.0
-
-
-@pytest.fixture
-def clock(monkeypatch):
-    """Seconds by which the clock of uses is ahead, in a list."""
-    ahead_s = [0.0]
-    monkeypatch.setattr(disk_expiry, "now_ns", lambda: time.time_ns() + int(ahead_s[0] * 1e9))
-    return ahead_s
 
 
 def read(backend, keys):

@@ -3,7 +3,6 @@
 import contextlib
 import json
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -11,14 +10,10 @@ import urllib.request
 from pathlib import Path
 
 from tests.support.engine_process import kill_group
+from tests.support.redis_server import free_port
 
 INTERPRETER = Path(__file__).parent / "interpreter"
 """See ``conftest.py``."""
-
-
-def free_port():
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return listener.getsockname()[1]
 
 
 class Server:

@@ -338,6 +338,11 @@ def faulty_tier(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
+def set_plan(faulty_tier):
+    return faulty_tier[2]
+
+
+@pytest.fixture(scope="module")
 def prompts():
     """Make prompts of random tokens; equal arguments make equal prompts."""
 

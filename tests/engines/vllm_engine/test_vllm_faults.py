@@ -32,11 +32,6 @@ def root(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def set_plan(faulty_tier):
-    return faulty_tier[2]
-
-
-@pytest.fixture(scope="module")
 def engine(start, root, faulty_tier):
     """Host memory for little more than two prompts, so that most loads come from the store."""
     env, plan, _ = faulty_tier

@@ -15,11 +15,6 @@ TRICKLE_S = 0.15
 
 
 @pytest.fixture(scope="module")
-def set_plan(faulty_tier):
-    return faulty_tier[2]
-
-
-@pytest.fixture(scope="module")
 def engine(start, faulty_tier, tmp_path_factory):
     """Chunks only pass through host memory: all loads come from the tier."""
     env, plan, _ = faulty_tier

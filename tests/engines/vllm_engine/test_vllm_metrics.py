@@ -1,7 +1,6 @@
 """The list of metrics on vLLM's own page: what one step costs, and what a real engine shows."""
 
 import time
-import urllib.request
 from collections import Counter
 from itertools import count
 from types import SimpleNamespace
@@ -29,6 +28,7 @@ from kvoffload.metrics.names import (
     TIER_EVENTS,
 )
 from kvoffload.metrics.samples import Durations
+from tests.support.prometheus import scrape
 from tests.support.redis_server import free_port
 
 pytestmark = pytest.mark.timeout(900)
@@ -197,11 +197,3 @@ def test_a_real_engine_shows_its_tiers_on_the_page_of_vllm(start, prompts, tmp_p
     own = scrape(port)
     assert own['kvoffload_tier_up{tier="disk"}'] == 1
     assert own['kvoffload_store_bytes_total{tier="disk"}'] > 0
-
-
-def scrape(port):
-    """Return the value of each series at the worker's own endpoint."""
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
-        lines = answer.read().decode().splitlines()
-    pairs = (line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
-    return {name: float(value) for name, value in pairs}

@@ -34,11 +34,6 @@ def root(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def set_plan(faulty_tier):
-    return faulty_tier[2]
-
-
-@pytest.fixture(scope="module")
 def hybrid(start, root, faulty_tier):
     """Host memory for 24 chunks, above a tier that cannot say at once what it holds."""
     env, plan, _ = faulty_tier

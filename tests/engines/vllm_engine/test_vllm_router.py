@@ -27,6 +27,7 @@ from kvoffload.offload.host_cache import HostCache
 from kvoffload.offload.manager import Tier, TieredOffloadingManager
 from kvoffload.offload.tiers import Presence
 from kvoffload.policies.lru import LRUPolicy
+from tests.support.redis_server import free_port
 
 DYNAMO = "1.6.1"
 BLOCK = 32
@@ -86,11 +87,6 @@ def dynamo():
             pytest.skip(f"Dynamo's indexer cannot be had: {(made.stdout + made.stderr)[-300:]}")
         ready.touch()
     return str(python)
-
-
-def free_port():
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return listener.getsockname()[1]
 
 
 class Indexer:

@@ -7,7 +7,8 @@ import pytest
 
 pytest.importorskip("vllm.version", reason="vLLM is not installed; see make test-vllm")
 
-from tests.engines.vllm_engine.api_server import Server, free_port
+from tests.engines.vllm_engine.api_server import Server
+from tests.support.redis_server import free_port
 
 pytestmark = pytest.mark.timeout(1800)
 
