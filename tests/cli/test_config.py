@@ -7,12 +7,12 @@ import sys
 import traceback
 from functools import partial
 
+import disk_commands
 import fastjsonschema
 import pytest
 from disk_commands import answered
 
 from kvoffload.cli.config_command import Engine, json_schema
-from kvoffload.cli.main import main
 from kvoffload.config import OffloadConfig, parse_config
 from kvoffload.config_sources import gather, read_file
 from kvoffload.connectors.vllm.start import VllmConfigSettings
@@ -23,37 +23,25 @@ from tests.support import redis_server
 GOOD = {"cpu_bytes": "1GiB", "backends": [{"type": "memory", "capacity": "2GiB"}]}
 
 
-@pytest.fixture
-def kvoffload(monkeypatch, capsys):
-    """Runs the command in this process; returns exit code, output and errors."""
+@pytest.fixture(autouse=True)
+def no_settings(monkeypatch):
     for name in [name for name in os.environ if name.startswith("KVOFFLOAD_")]:
         monkeypatch.delenv(name)
 
-    def run(*words, command="config", **env):
-        for name, value in env.items():
-            monkeypatch.setenv(name, value)
-        monkeypatch.setattr("sys.argv", ["kvoffload", command, *words])
-        with pytest.raises(SystemExit) as ended:
-            main()
-        printed = capsys.readouterr()
-        return ended.value.code or 0, printed.out, printed.err
 
-    return run
+def kvoffload(*words, command="config", **env):
+    return disk_commands.kvoffload(command, *words, **env)
 
 
+doctor = partial(kvoffload, command="doctor")
 SAME_ROOT = [{"type": "disk", "root": root, "capacity": "1GiB"} for root in ("/x/kv", "/x/kv/")]
-
-
-@pytest.fixture
-def doctor(kvoffload):
-    return partial(kvoffload, command="doctor")
 
 
 # ---- check ----
 
 
 @pytest.mark.parametrize("ending", ["json", "toml", "yaml"])
-def test_a_right_file_is_right(kvoffload, tmp_path, ending):
+def test_a_right_file_is_right(tmp_path, ending):
     path = tmp_path / f"settings.{ending}"
     path.write_text(
         {
@@ -85,14 +73,14 @@ def test_a_right_file_is_right(kvoffload, tmp_path, ending):
         ({}, "cpu_bytes = None: is required"),
     ],
 )
-def test_a_wrong_setting_is_named_with_its_remedy_and_exit_code_2(kvoffload, settings, message):
+def test_a_wrong_setting_is_named_with_its_remedy_and_exit_code_2(settings, message):
     code, out, err = kvoffload("check", json.dumps(settings))
     assert (code, out) == (2, "")
     assert message in err
 
 
 @pytest.mark.parametrize("root", [{}, {"root": "/"}])
-def test_tiers_of_a_plug_in_may_have_one_root_each_in_another_store(kvoffload, planned, root):
+def test_tiers_of_a_plug_in_may_have_one_root_each_in_another_store(planned, root):
     """It may be no folder; ``place`` of the open store says what two tiers must not share."""
     tiers = [{"type": "planned", "plan": plan, **root} for plan in "ab"]
     code, _, err = kvoffload("check", json.dumps({"cpu_bytes": 1, "backends": tiers}))
@@ -110,9 +98,7 @@ REDIS = {"type": "redis", "url": "redis://h", "secret_file": "/secret"}
         ({"backends": [REDIS]}, "blake3", "backends[0].secret_file = '/secret': needs its extra"),
     ],
 )
-def test_an_extra_that_is_missing_is_named_as_at_the_start(
-    kvoffload, monkeypatch, settings, module, message
-):
+def test_an_extra_that_is_missing_is_named_as_at_the_start(monkeypatch, settings, module, message):
     for name in [name for name in sys.modules if name.startswith(module)]:
         monkeypatch.setitem(sys.modules, name, None)
     monkeypatch.setitem(sys.modules, module, None)
@@ -130,7 +116,7 @@ def test_an_extra_that_is_missing_is_named_as_at_the_start(
         ("a.json", None, "cannot be read"),
     ],
 )
-def test_a_file_that_is_none_is_named(kvoffload, tmp_path, name, text, message):
+def test_a_file_that_is_none_is_named(tmp_path, name, text, message):
     if text is not None:
         (tmp_path / name).write_text(text)
     code, _, err = kvoffload("check", str(tmp_path / name))
@@ -149,9 +135,7 @@ def test_a_file_that_is_none_is_named(kvoffload, tmp_path, name, text, message):
         ("a.json", '{"password": "hunter2"', "line 1"),
     ],
 )
-def test_a_damaged_file_is_told_by_its_line_without_what_is_in_it(
-    kvoffload, tmp_path, name, text, message
-):
+def test_a_damaged_file_is_told_by_its_line_without_what_is_in_it(tmp_path, name, text, message):
     if name.endswith(".yaml"):
         pytest.importorskip("yaml", reason="needs PyYAML")
     (tmp_path / name).write_text(text)
@@ -161,7 +145,7 @@ def test_a_damaged_file_is_told_by_its_line_without_what_is_in_it(
     assert "hunter2" not in "".join(traceback.format_exception(caught.value))
 
 
-def test_damaged_json_on_the_command_line_is_not_repeated(kvoffload):
+def test_damaged_json_on_the_command_line_is_not_repeated():
     code, _, err = kvoffload("check", '{"password": "hunter2"')
     assert code == 2
     assert "is damaged" in err
@@ -215,7 +199,7 @@ def test_what_is_no_tier_is_told_without_its_value(backends):
         "credentials",
     ],
 )
-def test_a_misspelt_password_is_not_repeated(name, kvoffload):
+def test_a_misspelt_password_is_not_repeated(name):
     options = {"url": "redis://h", name: "hunter2"}
     for kind in ("redis", "no such plug-in"):
         settings = {"cpu_bytes": 1, "backends": [{"type": kind, **options}]}
@@ -229,7 +213,7 @@ def test_a_misspelt_password_is_not_repeated(name, kvoffload):
 
 
 @pytest.mark.parametrize("name", ["password_env", "sentinel_password_env"])
-def test_a_password_in_place_of_its_variables_name_is_not_repeated(name, kvoffload):
+def test_a_password_in_place_of_its_variables_name_is_not_repeated(name):
     options = {"type": "redis", "url": "redis://127.0.0.1:1"}
     settings = {"cpu_bytes": 1, "backends": [{**options, name: "hunter2"}]}
     _, out, err = kvoffload("check", json.dumps(settings), "--probe")
@@ -240,7 +224,7 @@ def test_a_password_in_place_of_its_variables_name_is_not_repeated(name, kvofflo
     assert "REDIS_PASSWORD_2" in kvoffload("show", json.dumps(settings))[1]
 
 
-def test_the_whole_transfer_config_of_vllm_is_checked_too(kvoffload):
+def test_the_whole_transfer_config_of_vllm_is_checked_too():
     whole = {"kv_connector": "KVOffloadConnector", "kv_connector_extra_config": GOOD}
     code, out, _ = kvoffload("check", json.dumps(whole))
     assert code == 0
@@ -259,7 +243,7 @@ def test_the_whole_transfer_config_of_vllm_is_checked_too(kvoffload):
     ids=str,
 )
 @pytest.mark.parametrize("kind", ["redis", "disk"])
-def test_a_url_without_scheme_and_a_user_name_are_not_shown(kind, options, kvoffload):
+def test_a_url_without_scheme_and_a_user_name_are_not_shown(kind, options):
     settings = {"cpu_bytes": 1, "backends": [{"type": kind, **options}]}
     for command in ("show", "check"):
         _, out, err = kvoffload(command, json.dumps(settings))
@@ -267,7 +251,7 @@ def test_a_url_without_scheme_and_a_user_name_are_not_shown(kind, options, kvoff
     assert "hunter2" not in repr(parse_config(settings))
 
 
-def test_a_probe_examines_each_tier(kvoffload, tmp_path):
+def test_a_probe_examines_each_tier(tmp_path):
     (tmp_path / "root").mkdir(0o700)
     disk = {"type": "disk", "root": str(tmp_path / "root"), "capacity": "1GiB"}
     dead = {"type": "redis", "url": f"redis://127.0.0.1:{redis_server.free_port()}"}
@@ -306,9 +290,7 @@ def test_settings_of_a_server_are_known_as_such(kvoffload, tmp_path):
 # ---- sources ----
 
 
-def test_a_doctor_examines_every_tier_of_a_configuration_with_one_exit_code(
-    doctor, tmp_path, monkeypatch
-):
+def test_a_doctor_examines_every_tier_of_a_configuration_with_one_exit_code(tmp_path, monkeypatch):
     (tmp_path / "root").mkdir(0o700)
     disk = {"type": "disk", "root": str(tmp_path / "root"), "capacity": "1GiB"}
     dead = {"type": "redis", "url": f"redis://127.0.0.1:{redis_server.free_port()}"}
@@ -335,7 +317,7 @@ def test_a_doctor_examines_every_tier_of_a_configuration_with_one_exit_code(
     assert out.startswith('warning: without "kv_load_failure_policy"')
 
 
-def test_a_doctor_of_a_path_with_nothing_there_names_a_folder_and_a_server(doctor, tmp_path):
+def test_a_doctor_of_a_path_with_nothing_there_names_a_folder_and_a_server(tmp_path):
     """Whoever makes a folder where the socket belongs keeps the server from starting."""
     code, _, err = doctor(str(tmp_path / "s"))
     assert code == 2
@@ -344,13 +326,13 @@ def test_a_doctor_of_a_path_with_nothing_there_names_a_folder_and_a_server(docto
 
 
 @pytest.mark.parametrize("more", [["/tmp"], ["--type", "disk"], ["-o", "capacity=1GiB"]])
-def test_a_doctor_examines_a_configuration_or_a_store(doctor, more):
+def test_a_doctor_examines_a_configuration_or_a_store(more):
     code, out, err = doctor("--config", "{}", *more)
     assert (code, out) == (2, "")
     assert "--config" in err
 
 
-def test_a_doctor_takes_what_a_reboot_has_removed_for_a_server(doctor):
+def test_a_doctor_takes_what_a_reboot_has_removed_for_a_server():
     code, out, _ = doctor("/run/kvoffload-none/s", "--json")
     (found,) = json.loads(out)["findings"]
     assert (code, found["verdict"]) == (1, "failed")
@@ -361,7 +343,7 @@ def test_a_doctor_takes_what_a_reboot_has_removed_for_a_server(doctor):
     )
 
 
-def test_dictionary_precedes_environment_precedes_file_precedes_default(kvoffload, tmp_path):
+def test_dictionary_precedes_environment_precedes_file_precedes_default(tmp_path):
     path = tmp_path / "settings.toml"
     path.write_text('cpu_bytes = "1GiB"\npolicy = "lru"\nblocks_per_chunk = 2\n')
     env = {
@@ -427,7 +409,7 @@ OF_SGLANG = {
 ON_DISK = {"backends": [{"type": "disk", "root": "/kv", "capacity": "1TiB"}]}
 
 
-def test_the_extra_config_of_sglang_is_checked_as_its_engine_does(kvoffload, tmp_path):
+def test_the_extra_config_of_sglang_is_checked_as_its_engine_does(tmp_path):
     check = partial(kvoffload, "check", "--engine", "sglang")
     code, out, _ = check(json.dumps({**OF_SGLANG, **ON_DISK}))
     assert (code, out) == (0, "the settings are right; host memory: 256.0 MiB, tiers: disk\n")
@@ -446,7 +428,7 @@ def test_the_extra_config_of_sglang_is_checked_as_its_engine_does(kvoffload, tmp
     assert (code, "(source: environment)" in errors) == (2, True)
 
 
-def test_what_sglang_needs_to_find_the_storage_is_warned_of(kvoffload):
+def test_what_sglang_needs_to_find_the_storage_is_warned_of():
     code, out, _ = kvoffload("check", "--engine", "sglang", json.dumps(ON_DISK), "--json")
     assert code == 0
     warnings = " ".join(json.loads(out)["warnings"])
@@ -454,23 +436,21 @@ def test_what_sglang_needs_to_find_the_storage_is_warned_of(kvoffload):
     assert all(name in warnings for name in wanted)
 
 
-def test_settings_of_sglang_in_the_environment_are_shown_with_their_source(kvoffload):
-    tiers = json.dumps(ON_DISK["backends"])
-    code, out, _ = kvoffload(
-        "show", "--engine", "sglang", "--json", KVOFFLOAD_SETTING_BACKENDS=tiers
-    )
+def test_settings_of_sglang_in_the_environment_are_shown_with_their_source():
+    env = {"KVOFFLOAD_SETTING_BACKENDS": json.dumps(ON_DISK["backends"])}
+    code, out, _ = kvoffload("show", "--engine", "sglang", "--json", **env)
     assert code == 0
     shown = json.loads(out)
     assert shown["backends"]["source"] == "environment"
     assert shown["io"] == {"value": "process", "source": "default"}
     assert not {"cpu_bytes", "policy", "record"} & shown.keys()
-    assert kvoffload("check", "--engine", "sglang")[1].startswith("the settings are right")
+    assert kvoffload("check", "--engine", "sglang", **env)[1].startswith("the settings are right")
 
 
 # ---- show and schema ----
 
 
-def test_show_has_every_setting_and_fits_eighty_columns(kvoffload):
+def test_show_has_every_setting_and_fits_eighty_columns():
     code, out, _ = kvoffload("show", json.dumps(GOOD), COLUMNS="80")
     assert code == 0
     assert all(name in out for name in ("cpu_bytes", "1.0 GiB", "load_timeout_s", "default"))
@@ -494,13 +474,13 @@ def test_the_schema_takes_right_settings_and_refuses_wrong_ones(engine, kind):
             check(wrong)
 
 
-def test_the_schema_is_printed(kvoffload):
+def test_the_schema_is_printed():
     code, out, _ = kvoffload("schema", "--engine", "local")
     assert code == 0
     assert "canary" not in json.loads(out)["$defs"]["OffloadConfig"]["properties"]
 
 
-def test_the_schema_of_sglang_takes_its_whole_extra_config(kvoffload):
+def test_the_schema_of_sglang_takes_its_whole_extra_config():
     code, out, _ = kvoffload("schema", "--engine", "sglang")
     assert code == 0
     check = fastjsonschema.compile(json.loads(out), use_default=False)

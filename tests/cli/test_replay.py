@@ -6,12 +6,11 @@ import json
 import os
 import subprocess
 import sys
-from types import SimpleNamespace
 
+import disk_commands
 import pytest
 from disk_commands import PYTHON
 
-from kvoffload.cli.main import main
 from kvoffload.offload.base import make_offload_key
 from kvoffload.recording import RequestLog
 
@@ -23,20 +22,8 @@ LLAMA_8B = {
 }
 
 
-@pytest.fixture
-def kvoffload(monkeypatch, capsys):
-    """The command line, in this process: returns its exit code and what it printed."""
-
-    def run(*words, columns="120"):
-        monkeypatch.setattr(sys, "argv", ["kvoffload", *words])
-        monkeypatch.setenv("COLUMNS", columns)
-        with pytest.raises(SystemExit) as ended:
-            main()
-        printed = capsys.readouterr()
-        code = 0 if ended.value.code is None else ended.value.code
-        return SimpleNamespace(returncode=code, stdout=printed.out, stderr=printed.err)
-
-    return run
+def kvoffload(*words, columns="120"):
+    return disk_commands.kvoffload(*words, COLUMNS=columns)
 
 
 @pytest.fixture
@@ -47,14 +34,14 @@ def trace(tmp_path):
     return path
 
 
-def test_a_replay_prints_policies_beside_both_bounds(kvoffload, trace):
+def test_a_replay_prints_policies_beside_both_bounds(trace):
     done = kvoffload("replay", str(trace), "--policies", "lru,arc", "--sizes", "3,1k")
     assert done.returncode == 0, done.stderr
     for word in ("lru", "arc", "belady", "infinite", "1,000", "contiguous-prefix", "20 requests"):
         assert word in done.stdout
 
 
-def test_the_json_of_a_replay_is_one_object(kvoffload, trace):
+def test_the_json_of_a_replay_is_one_object(trace):
     done = kvoffload("replay", str(trace), "--policies", "lru", "--sizes", "1k", "--json")
     report = json.loads(done.stdout)
     assert report["trace"]["requests"] == 20
@@ -64,7 +51,7 @@ def test_the_json_of_a_replay_is_one_object(kvoffload, trace):
     assert rows["lru"]["prefix_hit_rate"] == rows["infinite"]["prefix_hit_rate"] == 0.908696
 
 
-def test_several_tiers_share_the_hits(kvoffload, trace):
+def test_several_tiers_share_the_hits(trace):
     done = kvoffload(
         "replay", str(trace), "--policies", "lru", "--tiers", "cpu=4,disk=1k", "--json"
     )
@@ -76,7 +63,7 @@ def test_several_tiers_share_the_hits(kvoffload, trace):
     assert "block hits" in table.stdout
 
 
-def test_tiers_stand_beside_the_bound_of_one_store_as_large_as_all(kvoffload, trace):
+def test_tiers_stand_beside_the_bound_of_one_store_as_large_as_all(trace):
     words = ("replay", str(trace), "--policies", "lru,lru")
     tiers = json.loads(kvoffload(*words, "--tiers", "cpu=2,disk=3", "--json").stdout)["rows"]
     whole = json.loads(kvoffload(*words, "--sizes", "5,5", "--json").stdout)["rows"]
@@ -88,7 +75,7 @@ def test_tiers_stand_beside_the_bound_of_one_store_as_large_as_all(kvoffload, tr
     assert tiers[0]["block_hit_rate"] <= bound["block_hit_rate"]
 
 
-def test_a_picture_that_cannot_be_written_is_told_before_the_replay(kvoffload, trace, tmp_path):
+def test_a_picture_that_cannot_be_written_is_told_before_the_replay(trace, tmp_path):
     (tmp_path / "folder.png").mkdir()
     too_long = str(tmp_path / f"{'x' * 300}.png")
     for path in ("/nowhere/at/all.png", str(tmp_path / "folder.png"), too_long):
@@ -100,7 +87,7 @@ def test_a_picture_that_cannot_be_written_is_told_before_the_replay(kvoffload, t
     assert not (tmp_path / "new.png").exists()
 
 
-def test_a_plug_in_that_names_a_class_that_is_not_there_is_named(kvoffload, trace, tmp_path):
+def test_a_plug_in_that_names_a_class_that_is_not_there_is_named(trace, tmp_path):
     (tmp_path / "ghost.py").write_text("")
     facts = tmp_path / "ghost-1.0.dist-info"
     facts.mkdir()
@@ -117,7 +104,7 @@ def test_a_plug_in_that_names_a_class_that_is_not_there_is_named(kvoffload, trac
     assert "Traceback" not in done.stderr
 
 
-def test_a_synthetic_load_is_drawn_as_a_png(kvoffload, tmp_path, monkeypatch):
+def test_a_synthetic_load_is_drawn_as_a_png(tmp_path, monkeypatch):
     Axes = pytest.importorskip("matplotlib.axes", reason="needs the extra 'plots'").Axes
     picture = tmp_path / "rates.png"
     words = ("--synthetic", "agent:seed=3,requests=60", "--sample", "0.5", "--plot", str(picture))
@@ -146,7 +133,7 @@ def test_a_synthetic_load_is_drawn_as_a_png(kvoffload, tmp_path, monkeypatch):
         (("--policies", ","), "at least one"),
     ],
 )
-def test_wrong_usage_ends_with_code_2_and_the_field(kvoffload, trace, words, message):
+def test_wrong_usage_ends_with_code_2_and_the_field(trace, words, message):
     done = kvoffload("replay", str(trace), *words)
     assert done.returncode == 2
     assert message in done.stderr
@@ -157,13 +144,13 @@ def test_wrong_usage_ends_with_code_2_and_the_field(kvoffload, trace, words, mes
     ("name", "message"),
     [("gossip", "synthetic = 'gossip'"), ("agent:sed=1", "seed"), ("agent:seed=x", "whole number")],
 )
-def test_a_wrong_synthetic_load_is_named(kvoffload, name, message):
+def test_a_wrong_synthetic_load_is_named(name, message):
     done = kvoffload("replay", "--synthetic", name)
     assert done.returncode == 2
     assert message in done.stderr
 
 
-def test_a_broken_trace_names_file_line_and_field(kvoffload, trace):
+def test_a_broken_trace_names_file_line_and_field(trace):
     with trace.open("a") as file:
         file.write('{"hash_ids": [1, "x", -3]}\n')
     done = kvoffload("replay", str(trace))
@@ -174,7 +161,7 @@ def test_a_broken_trace_names_file_line_and_field(kvoffload, trace):
 WIDE = ("--policies", "handicap,arc,lru", "--sizes", "1k,2k,3k,10k,20k,30k,100k,200k,300k")
 
 
-def test_a_table_has_one_line_a_row_where_a_script_reads_it(kvoffload, trace):
+def test_a_table_has_one_line_a_row_where_a_script_reads_it(trace):
     done = kvoffload("replay", str(trace), *WIDE, columns="")
     row = next(line for line in done.stdout.splitlines() if "arc" in line)
     assert row.count("90.87") == 9
@@ -184,7 +171,7 @@ def test_a_table_has_one_line_a_row_where_a_script_reads_it(kvoffload, trace):
 
 
 @pytest.mark.parametrize("columns", ["60", "40", "10"])
-def test_a_narrow_terminal_cuts_no_name_and_no_number(kvoffload, trace, columns):
+def test_a_narrow_terminal_cuts_no_name_and_no_number(trace, columns):
     done = kvoffload("replay", str(trace), *WIDE, columns=columns)
     assert done.returncode == 0, done.stderr
     words = set(done.stdout.split())
@@ -194,12 +181,12 @@ def test_a_narrow_terminal_cuts_no_name_and_no_number(kvoffload, trace, columns)
         assert all(len(line) <= int(columns) for line in done.stdout.splitlines() if "│" in line)
 
 
-def test_the_bound_is_said_to_be_one(kvoffload, trace):
+def test_the_bound_is_said_to_be_one(trace):
     done = kvoffload("replay", str(trace), "--policies", "lru", "--sizes", "3")
     assert "belady knows the future: no policy has more hits" in done.stdout
 
 
-def test_a_trace_may_be_compressed_or_come_from_standard_input(kvoffload, trace, monkeypatch):
+def test_a_trace_may_be_compressed_or_come_from_standard_input(trace, monkeypatch):
     words = ("--policies", "lru", "--sizes", "1k", "--json")
     plain = json.loads(kvoffload("replay", str(trace), *words).stdout)["trace"]
     packed = trace.with_name("trace.jsonl.gz")
@@ -213,7 +200,7 @@ def test_a_trace_may_be_compressed_or_come_from_standard_input(kvoffload, trace,
 
 
 @pytest.mark.parametrize("keep", [40, 12, 3])
-def test_a_compressed_trace_that_is_damaged_is_named(kvoffload, trace, keep):
+def test_a_compressed_trace_that_is_damaged_is_named(trace, keep):
     packed = trace.with_name("trace.jsonl.gz")
     packed.write_bytes(gzip.compress(trace.read_bytes())[:keep])
     done = kvoffload("replay", str(packed))
@@ -223,12 +210,12 @@ def test_a_compressed_trace_that_is_damaged_is_named(kvoffload, trace, keep):
     assert "None" not in done.stderr
 
 
-def test_a_trace_that_is_not_there_is_named_once(kvoffload, tmp_path):
+def test_a_trace_that_is_not_there_is_named_once(tmp_path):
     done = kvoffload("replay", str(tmp_path / "gone"))
     assert (done.returncode, done.stderr.count(str(tmp_path / "gone"))) == (2, 1)
 
 
-def test_size_says_how_much_memory_for_what_hit_rate(kvoffload, trace, tmp_path):
+def test_size_says_how_much_memory_for_what_hit_rate(trace, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(LLAMA_8B))
     words = ("size", str(trace), "--model", str(tmp_path), "--block-tokens", "16")
     done = kvoffload(*words, "--targets", "50,100", "--json")
@@ -244,7 +231,7 @@ def test_size_says_how_much_memory_for_what_hit_rate(kvoffload, trace, tmp_path)
     )
 
 
-def test_size_says_what_each_rank_takes(kvoffload, trace, tmp_path):
+def test_size_says_what_each_rank_takes(trace, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(LLAMA_8B))
     words = ("size", str(trace), "--model", str(tmp_path), "--block-tokens", "16")
     words = (*words, "--tensor-parallel", "4", "--targets", "100")
@@ -263,7 +250,7 @@ def recorded(path, *tokens_per_chunk):
     return path
 
 
-def test_a_recorded_trace_is_sized_with_its_own_chunks(kvoffload, tmp_path):
+def test_a_recorded_trace_is_sized_with_its_own_chunks(tmp_path):
     path = recorded(tmp_path / "requests.jsonl", 32, 32)
     (tmp_path / "config.json").write_text(json.dumps(LLAMA_8B))
     words = ("size", str(path), "--model", str(tmp_path), "--targets", "100")
@@ -277,7 +264,7 @@ def test_a_recorded_trace_is_sized_with_its_own_chunks(kvoffload, tmp_path):
     assert "block_tokens = 512: the trace says 32" in other.stderr
 
 
-def test_a_trace_that_does_not_say_its_tokens_is_not_sized_by_guessing(kvoffload, trace, tmp_path):
+def test_a_trace_that_does_not_say_its_tokens_is_not_sized_by_guessing(trace, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(LLAMA_8B))
     done = kvoffload("size", str(trace), "--model", str(tmp_path))
     assert done.returncode == 2
@@ -285,7 +272,7 @@ def test_a_trace_that_does_not_say_its_tokens_is_not_sized_by_guessing(kvoffload
     assert "--block-tokens 512" in done.stderr
 
 
-def test_size_says_the_bytes_of_a_token_without_a_trace(kvoffload, tmp_path):
+def test_size_says_the_bytes_of_a_token_without_a_trace(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(LLAMA_8B))
     done = kvoffload("size", "--model", str(tmp_path))
     assert done.returncode == 0, done.stderr
@@ -297,7 +284,7 @@ def test_size_says_the_bytes_of_a_token_without_a_trace(kvoffload, tmp_path):
     assert json.loads(done.stdout) == {"bytes_per_token": 131072, "tokens_per_gib": 8192, **chunk}
 
 
-def test_size_says_which_chunks_auto_makes_of_a_ranks_blocks(kvoffload, tmp_path):
+def test_size_says_which_chunks_auto_makes_of_a_ranks_blocks(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(LLAMA_8B))
     words = ("size", "--model", str(tmp_path), "--tensor-parallel", "8", "--json")
     told = json.loads(kvoffload(*words).stdout)
@@ -309,7 +296,7 @@ def test_size_says_which_chunks_auto_makes_of_a_ranks_blocks(kvoffload, tmp_path
     assert "auto_chunk_tokens" not in json.loads(kvoffload(*words).stdout)
 
 
-def test_size_says_what_sessions_of_a_length_take(kvoffload, tmp_path):
+def test_size_says_what_sessions_of_a_length_take(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(LLAMA_8B))
     words = ("size", "--model", str(tmp_path), "--context", "8192", "--sessions", "50")
     done = kvoffload(*words, "--tensor-parallel", "2")
@@ -320,7 +307,7 @@ def test_size_says_what_sessions_of_a_length_take(kvoffload, tmp_path):
     assert kvoffload(*words[:-2], "--sessions", "0").returncode == 2
 
 
-def test_size_says_the_seconds_of_prefill_that_a_size_saves(kvoffload, trace, tmp_path):
+def test_size_says_the_seconds_of_prefill_that_a_size_saves(trace, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(LLAMA_8B))
     words = ("size", str(trace), "--model", str(tmp_path), "--block-tokens", "16")
     asked = ("--targets", "100", "--prefill-tokens-per-s", "8")
@@ -334,7 +321,7 @@ def test_size_says_the_seconds_of_prefill_that_a_size_saves(kvoffload, trace, tm
     assert "prefill_tokens_per_s = 0" in done.stderr
 
 
-def test_size_asks_for_the_model(kvoffload, trace):
+def test_size_asks_for_the_model(trace):
     done = kvoffload("size", str(trace), "--block-tokens", "16")
     assert done.returncode == 2
     assert "model = None: give --model" in done.stderr
@@ -350,14 +337,14 @@ def test_size_asks_for_the_model(kvoffload, trace):
         (("--policy", "lfu"), "policy = 'lfu'"),
     ],
 )
-def test_a_wrong_size_question_ends_with_code_2(kvoffload, trace, tmp_path, words, message):
+def test_a_wrong_size_question_ends_with_code_2(trace, tmp_path, words, message):
     (tmp_path / "config.json").write_text(json.dumps(LLAMA_8B))
     done = kvoffload("size", str(trace), "--model", str(tmp_path), "--block-tokens", "16", *words)
     assert done.returncode == 2
     assert message in done.stderr
 
 
-def test_a_closed_loop_prints_what_helps_and_the_oracle(kvoffload):
+def test_a_closed_loop_prints_what_helps_and_the_oracle():
     words = ["replay", "--synthetic", "agent:seed=1,requests=400", "--closed-loop", "3,4"]
     words += ["--sizes", "60", "--policies", "lru", "--block-tokens", "64", "--minutes", "5"]
     done = kvoffload(*words)
@@ -379,20 +366,20 @@ def test_a_closed_loop_prints_what_helps_and_the_oracle(kvoffload):
         (["--closed-loop", "none", "--sizes", "60", "--block-tokens", "1"], "closed_loop"),
     ],
 )
-def test_a_closed_loop_names_what_it_needs(kvoffload, words, named):
+def test_a_closed_loop_names_what_it_needs(words, named):
     done = kvoffload("replay", "--synthetic", "agent:requests=100", *words)
     assert done.returncode == 2
     assert named in done.stderr
 
 
-def test_a_closed_loop_needs_times(kvoffload, trace):
+def test_a_closed_loop_needs_times(trace):
     words = ["--closed-loop", "3", "--sizes", "60", "--block-tokens", "16"]
     done = kvoffload("replay", str(trace), *words)
     assert done.returncode == 2
     assert "has no times" in done.stderr
 
 
-def test_a_closed_loop_that_counts_nothing_says_so(kvoffload):
+def test_a_closed_loop_that_counts_nothing_says_so():
     words = ["replay", "--synthetic", "agent:seed=1,requests=8", "--closed-loop", "3"]
     done = kvoffload(*words, "--sizes", "60", "--policies", "lru", "--block-tokens", "64")
     assert done.returncode == 2

@@ -6,11 +6,11 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from disk_commands import answered
 
 from kvoffload import open_backend
 from kvoffload.backends.admin import Check, Garbage
 from kvoffload.backends.object.naming import chunk_name, namespace_tag
-from kvoffload.cli.main import main
 from kvoffload.errors import ConfigError
 from kvoffload.offload.base import tenant_id
 from kvoffload.testing.backends import filled, keys_of, slots
@@ -134,15 +134,11 @@ async def test_doctor_says_what_is_wrong(answer, check, remedy):
     assert remedy in failed[0].remedy
 
 
-def test_the_commands_take_the_url_of_a_bucket(options, capsys, monkeypatch):
+def test_the_commands_take_the_url_of_a_bucket(options):
     words = [word for name, value in options.items() if name != "url"
              for word in ("-o", f"{name}={value}")]  # fmt: skip
     for command in (["inspect"], ["verify"], ["gc", "--older-than", "9d", "--yes"]):
-        monkeypatch.setattr("sys.argv", ["kvoffload", *command, options["url"], *words, "--json"])
-        with pytest.raises(SystemExit) as ended:
-            main()
-        assert ended.value.code == 0
-        assert json.loads(capsys.readouterr().out)
+        assert answered(*command, options["url"], *words)
 
 
 def test_the_guide_names_the_rights_and_settings_that_there_are():

@@ -5,17 +5,17 @@ import contextlib
 import json
 import socket
 import ssl
-import sys
 import threading
+from functools import partial
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from types import SimpleNamespace
 
+import disk_commands
 import pytest
 
 from kvoffload import open_backend
 from kvoffload.backends import admin
 from kvoffload.backends.memory import MemoryBackend, MemoryOptions
-from kvoffload.cli.main import main
 from kvoffload.testing.backends import filled, keys_of
 from tests.support.redis_engine import PATIENT
 from tests.support.redis_server import (
@@ -40,36 +40,17 @@ def store(url, namespace, count, facts=None):
     asyncio.run(whole())
 
 
-@pytest.fixture
-def kvoffload(monkeypatch, capsys):
-    """The command line, in this process: returns its exit code and what it printed."""
-
-    def run(*words):
-        monkeypatch.setattr(sys, "argv", ["kvoffload", *words])
-        monkeypatch.setenv("COLUMNS", "400")
-        with pytest.raises(SystemExit) as ended:
-            main()
-        printed = capsys.readouterr()
-        return SimpleNamespace(
-            returncode=ended.value.code or 0, stdout=printed.out, stderr=printed.err
-        )
-
-    return run
+kvoffload = partial(disk_commands.kvoffload, COLUMNS="400")
 
 
-@pytest.fixture
-def failure(kvoffload):
-    """The single failed finding of a doctor."""
-
-    def run(*words):
-        done = kvoffload("doctor", *words, *AT_EASE, "--json")
-        assert done.returncode == 1, done.stderr
-        findings = json.loads(done.stdout)["findings"]
-        (failed,) = [finding for finding in findings if finding["verdict"] == "failed"]
-        assert " object at 0x" not in done.stdout
-        return failed
-
-    return run
+def failure(*words):
+    """Return the single failed finding of a doctor."""
+    done = kvoffload("doctor", *words, *AT_EASE, "--json")
+    assert done.returncode == 1, done.stderr
+    findings = json.loads(done.stdout)["findings"]
+    (failed,) = [finding for finding in findings if finding["verdict"] == "failed"]
+    assert " object at 0x" not in done.stdout
+    return failed
 
 
 def words_of(options):
@@ -77,7 +58,7 @@ def words_of(options):
     return [word for pair in options.items() for word in ("-o", "=".join(pair))]
 
 
-def test_a_doctor_names_the_password_that_is_wrong_or_missing(server, failure, tmp_path):
+def test_a_doctor_names_the_password_that_is_wrong_or_missing(server, tmp_path):
     server.cli("config", "set", "requirepass", "right")
     bare = f"redis://127.0.0.1:{server.port}"
     found = failure(bare)
@@ -89,7 +70,7 @@ def test_a_doctor_names_the_password_that_is_wrong_or_missing(server, failure, t
     assert "password_file does not hold" in found["remedy"]
 
 
-def test_a_doctor_names_rights_sockets_names_and_ports(server, failure, login):
+def test_a_doctor_names_rights_sockets_names_and_ports(server, login):
     server.cli("acl", "setuser", "kv", "on", ">p", "~kvoffload:*", "-@all")
     found = failure(server.url, *words_of(login("kv", "p")))
     assert found["check"] == "rights"
@@ -100,7 +81,7 @@ def test_a_doctor_names_rights_sockets_names_and_ports(server, failure, login):
     assert "nothing listens" in failure(f"redis+cluster://127.0.0.1:{free_port()}")["remedy"]
 
 
-def test_a_doctor_says_what_each_sentinel_said(server, failure, tmp_path):
+def test_a_doctor_says_what_each_sentinel_said(server, tmp_path):
     away = free_port()
     found = failure(f"redis+sentinel://127.0.0.1:{away}/m")
     assert f"127.0.0.1:{away}: " in found["detail"]
@@ -115,7 +96,7 @@ def test_a_doctor_says_what_each_sentinel_said(server, failure, tmp_path):
         sentinel.stop()
 
 
-def test_a_doctor_names_the_password_of_the_sentinels(server, failure, tmp_path):
+def test_a_doctor_names_the_password_of_the_sentinels(server, tmp_path):
     watched = f"sentinel monitor mine 127.0.0.1 {server.port} 1"
     sentinel = RedisServer(tmp_path / "sentinel", sentinel=[watched, "requirepass right"])
     url = f"redis+sentinel://127.0.0.1:{sentinel.port}/mine"
@@ -130,7 +111,7 @@ def test_a_doctor_names_the_password_of_the_sentinels(server, failure, tmp_path)
         sentinel.stop()
 
 
-def test_a_doctor_names_what_is_wrong_with_encryption(failure, tmp_path):
+def test_a_doctor_names_what_is_wrong_with_encryption(tmp_path):
     files = make_certificates(tmp_path / "certificates")
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(files["cert"], files["key"])
@@ -152,7 +133,7 @@ def test_a_doctor_names_what_is_wrong_with_encryption(failure, tmp_path):
             assert (found["check"], remedy in found["remedy"]) == (check, True), found
 
 
-def test_a_doctor_does_not_name_the_user_of_the_url(server, kvoffload, login):
+def test_a_doctor_does_not_name_the_user_of_the_url(server, login):
     server.cli("acl", "setuser", "hunter", "on", ">p", "~kvoffload:*", "+@all")
     server.cli("acl", "setuser", "default", "off")
     words = ["-o", f"password_env={login('', 'p')['password_env']}"]
@@ -197,7 +178,7 @@ async def test_a_doctor_measures_transfers_without_the_time_to_connect(monkeypat
     ]
 
 
-def test_a_survey_passes_over_what_others_put_beside_the_chunks(server, kvoffload):
+def test_a_survey_passes_over_what_others_put_beside_the_chunks(server):
     store(server.url, "ours", 3, ODD_FACTS)
     server.cli("set", "kvoffload:foreign", "x")
     server.cli("lpush", "kvoffload:list:xxh3:{0a}", "x")
@@ -214,7 +195,7 @@ def test_a_survey_passes_over_what_others_put_beside_the_chunks(server, kvoffloa
     assert counted == {"ours": 3, "bad": 0, "number": 0}
 
 
-def test_gc_takes_the_digits_that_inspect_shows(server, kvoffload):
+def test_gc_takes_the_digits_that_inspect_shows(server):
     ours, near, other = "0123456789abcdef" * 4, "0123456789" + "f" * 54, "e" * 64
     for namespace in (ours, near, other):
         store(server.url, namespace, 2)
@@ -232,7 +213,7 @@ def test_gc_takes_the_digits_that_inspect_shows(server, kvoffload):
     assert kvoffload("gc", server.url, "--namespace", near).returncode == 2  # it is gone
 
 
-def test_a_doctor_names_what_answers_in_place_of_what_the_url_says(server, failure):
+def test_a_doctor_names_what_answers_in_place_of_what_the_url_says(server):
     for url, check, remedy in (
         (f"redis+sentinel://127.0.0.1:{server.port}/m", "topology", "no Sentinel"),
         (f"redis+cluster://127.0.0.1:{server.port}", "topology", "no part of a cluster"),
@@ -245,7 +226,7 @@ def test_a_doctor_names_what_answers_in_place_of_what_the_url_says(server, failu
 
 
 @pytest.mark.parametrize("kind", ["", "+cluster", "+sentinel"])
-def test_a_doctor_notices_a_port_of_something_else(failure, kind):
+def test_a_doctor_notices_a_port_of_something_else(kind):
     with HTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler) as web:
         thread = threading.Thread(target=web.serve_forever, kwargs={"poll_interval": 0.01})
         thread.start()
@@ -261,7 +242,7 @@ def test_a_doctor_notices_a_port_of_something_else(failure, kind):
     assert "firewall" not in found["remedy"]
 
 
-def test_a_doctor_hides_a_password_that_the_server_quotes(failure, login):
+def test_a_doctor_hides_a_password_that_the_server_quotes(login):
     """Servers quote unknown commands."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
 

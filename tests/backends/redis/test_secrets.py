@@ -1,12 +1,11 @@
 """Weak, empty and exposed secrets; passwords in URLs, which are refused; servers that want none."""
 
 import json
-import sys
 
 import pytest
+from disk_commands import kvoffload
 
 from kvoffload import open_backend
-from kvoffload.cli.main import main
 from kvoffload.errors import ConfigError
 from tests.support.redis_engine import PATIENT
 from tests.support.redis_server import BINARY, MISSING, RedisServer
@@ -91,24 +90,16 @@ def server(tmp_path):
     server.stop()
 
 
-@pytest.fixture
-def doctor(monkeypatch, capsys):
-    """The command; returns its findings as (verdict, detail, remedy) by check."""
-
-    def run(*words):
-        monkeypatch.setattr(sys, "argv", ["kvoffload", "doctor", *words, *AT_EASE, "--json"])
-        with pytest.raises(SystemExit) as ended:
-            main()
-        findings = json.loads(capsys.readouterr().out)["findings"]
-        failed = any(finding["verdict"] == "failed" for finding in findings)
-        assert (ended.value.code or 0) == (1 if failed else 0)
-        return {f["check"]: (f["verdict"], f["detail"], f["remedy"]) for f in findings}
-
-    return run
+def doctor(*words):
+    """Run the command; return its findings as (verdict, detail, remedy) by check."""
+    done = kvoffload("doctor", *words, *AT_EASE, "--json")
+    findings = json.loads(done.stdout)["findings"]
+    assert done.returncode == any(finding["verdict"] == "failed" for finding in findings)
+    return {f["check"]: (f["verdict"], f["detail"], f["remedy"]) for f in findings}
 
 
 @needs_server
-def test_a_doctor_tries_to_get_in_without_a_password(server, secret, doctor):
+def test_a_doctor_tries_to_get_in_without_a_password(server, secret):
     words = [server.url, "-o", "username=kv", "-o", f"password_file={secret(STRONG)}"]
     verdict, detail, remedy = doctor(*words)["password"]
     assert verdict == "failed"
@@ -119,7 +110,7 @@ def test_a_doctor_tries_to_get_in_without_a_password(server, secret, doctor):
 
 
 @needs_server
-def test_a_doctor_names_what_is_weak_about_secrets(server, secret, doctor):
+def test_a_doctor_names_what_is_weak_about_secrets(server, secret):
     found = doctor(server.url)
     assert found["authenticity"][0] == "warning"
     assert "secret_file" in found["authenticity"][2]
