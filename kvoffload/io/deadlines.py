@@ -1,9 +1,9 @@
 """The jobs of an I/O client and their deadlines: each job is answered exactly once.
 
-A load may take any time while chunks arrive, and little once all have. Until its first chunk, those of loads that began
+A load may take any time while chunks arrive. Until its first chunk, those of loads that began
 before it from the same tier count: a store reads one load after the other. A store may take a fixed
 time. A job that is late is cancelled, and answered as unsettled if that does not end it within
-``CANCEL_GRACE_S``.
+``CANCEL_GRACE_S``. A load of which all chunks have arrived is not cancelled, and answered soon.
 """
 
 import logging
@@ -146,19 +146,27 @@ class IOJobs:
         with self._lock:
             jobs = list(self.unanswered.items())
         for number, job in jobs:
-            if not job.cancelled_s:
-                if now_s >= job.due_s:
-                    job.cancelled_s = now_s
-                    self._cancel(number)
-                    self._warnings.warning(
-                        "tier %s: a %s of %d chunks is given up after %.1f s; 'kvoffload doctor' "
-                        "measures the store", job.order.tier, type(job.order).__name__.lower(),
-                        len(job.order.keys), now_s - job.begun_s,
-                    )  # fmt: skip
-            elif now_s >= job.cancelled_s + CANCEL_GRACE_S:
-                self.late[number] = self.unanswered.pop(number)
-                job.fail("deadline", settled=False)
-        return next((job.cancelled_s for job in self.late.values()), None)
+            if job.cancelled_s:
+                if now_s >= job.cancelled_s + CANCEL_GRACE_S:
+                    self._leave(number, "deadline")
+            elif now_s < job.due_s:
+                continue
+            elif all(job.ok):  # what the server stores nearer goes on
+                self._leave(number, "")
+            else:
+                job.cancelled_s = now_s
+                self._cancel(number)
+                self._warnings.warning(
+                    "tier %s: a %s of %d chunks is given up after %.1f s; 'kvoffload doctor' "
+                    "measures the store", job.order.tier, type(job.order).__name__.lower(),
+                    len(job.order.keys), now_s - job.begun_s,
+                )  # fmt: skip
+        return next((job.cancelled_s for job in self.late.values() if job.cancelled_s), None)
+
+    def _leave(self, number: int, reason: str) -> None:
+        """Answer a job whose slots the server may still use."""
+        job = self.late[number] = self.unanswered.pop(number)
+        job.fail(reason, settled=False)
 
     def lose(self) -> list[IOJob]:
         """Count all jobs as late, and return those that are not answered."""
