@@ -188,7 +188,8 @@ def _read(source: str, field: str) -> str:
     try:
         return sys.stdin.read() if source == "-" else Path(source).read_text()
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(field, source, f"cannot be read: {error}") from error
+        reason = getattr(error, "strerror", None) or error
+        raise ConfigError(field, source, f"cannot be read: {reason}") from error
 
 
 def _parsed(text: str) -> list[int]:

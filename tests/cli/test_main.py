@@ -131,6 +131,12 @@ def test_no_colour_is_no_escape_code_at_all(words):
     assert "\x1b" in on_terminal(*words, TERM="xterm-256color")[1]
 
 
+@pytest.mark.parametrize("option", ["--text", "--token-ids"])
+def test_a_prompt_that_is_not_there_is_named_once(tmp_path, option):
+    result = kvoffload("cache", "lookup", option, str(tmp_path / "gone"))
+    assert (result.returncode, result.stderr.count(str(tmp_path / "gone"))) == (2, 1)
+
+
 def test_a_file_name_cannot_control_the_terminal(tmp_path):
     trace = tmp_path / "\x1b[31mred\n.jsonl"
     trace.write_text('{"hash_ids": [1, 2]}\n')
