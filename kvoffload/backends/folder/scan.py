@@ -65,7 +65,6 @@ class Scan:
         self._records = records
         self._tags = tags
         self._may_read = True
-        self._began_s = time.monotonic()
         self._busy_s = 0.0
         self._read_before_s = 0.0 if tags is None else tags.reading_s
         self.counted = {token: host.stored_bytes for token, (host, _) in records.hosts().items()}
@@ -102,12 +101,9 @@ class Scan:
             self._busy_s += time.monotonic() - began_s
 
     def listing_s(self) -> float:
-        """Return how long the scan has taken, without the part that it read headers."""
-        taken_s = time.monotonic() - self._began_s
-        if self._tags is None:
-            return taken_s
-        reading_s = self._tags.reading_s - self._read_before_s
-        return taken_s * (1 - reading_s / max(reading_s, self._busy_s, 1e-9))
+        """Return how long the scan has worked, without the part that it read headers."""
+        read_s = 0.0 if self._tags is None else self._tags.reading_s - self._read_before_s
+        return max(0.0, self._busy_s - read_s)
 
     def removed(self, file: OldFile) -> None:
         """Count a file no more, and remember it no more, that was removed during the scan."""

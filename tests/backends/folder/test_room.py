@@ -430,6 +430,17 @@ async def test_files_that_leave_while_their_shard_is_listed_are_not_counted(tmp_
     assert {file.key.hex() for file in listing.oldest()} == found.keys() - {*seen[:3]}
 
 
+async def test_the_time_between_two_turns_is_no_time_of_a_listing(tmp_path, monkeypatch):
+    """Else a slow mount, on which a listing takes many turns, would evict nothing for as long."""
+    now_s, real, root = 0.0, time.monotonic, tmp_path / "share"
+    await one_shard(root)
+    monkeypatch.setattr(time, "monotonic", lambda: real() + now_s)
+    listing = scan.Scan(vfs := Vfs(), str(root), Records(vfs, str(root), "test"))
+    while not listing.advance(0.0):
+        now_s += 1000.0
+    assert listing.listing_s() < 1000.0
+
+
 async def test_a_listing_of_one_large_shard_goes_on_in_the_next_turns(tmp_path, monkeypatch):
     """In one turn it took longer than a lease lasts, so that two processes listed by turns."""
     now_s, real, root = 0.0, time.monotonic, tmp_path / "share"
