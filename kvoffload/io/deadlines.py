@@ -23,7 +23,7 @@ TICK_S, IDLE_TICK_S = 0.02, 0.25
 """Time between two looks at deadlines while jobs run, and while none does."""
 PATIENT_S = IDLE_TICK_S + TICK_S
 """A look comes in time for a deadline so far away; waking its thread takes the engine 0.2 ms."""
-ARRIVED_S = 1.0
+ARRIVED_S = 2.0
 """How long a server may use the slots of a load of which all chunks have arrived: the server of a
 host stores them nearer. A request waits for that, and need not where a disk hangs."""
 CANCEL_GRACE_S = 0.02
