@@ -108,6 +108,11 @@ class Loads:
         )
         self._page_bytes = page_bytes
         self._uses = 0
+        # An engine has a request's hashes before the step that begins its load.
+        self._hashes = [
+            [hashlib.sha256(f"{number}.{i}".encode()).digest() for i in range(CHUNKS)]
+            for number in range(PROMPTS)
+        ]
         self._slots = list(range(CONCURRENT))
         self._loading: dict[str, tuple[Prompt, int]] = {}
         self._loaded_chunks = 0
@@ -119,9 +124,8 @@ class Loads:
             self._connector.request_finished(prompt)
 
     def _prompt(self, number: int) -> Prompt:
-        hashes = [hashlib.sha256(f"{number}.{i}".encode()).digest() for i in range(CHUNKS)]
         self._uses += 1
-        return Prompt(f"use {self._uses}", hashes)
+        return Prompt(f"use {self._uses}", self._hashes[number])
 
     def _take_in(self) -> None:
         for outcome in self._connector.poll():
