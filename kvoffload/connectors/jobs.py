@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterable, Sequence
+from itertools import chain, repeat
 from operator import and_
 
 from kvoffload.connectors.spans import Spans
@@ -25,7 +26,7 @@ class JobTable(dict[int, Job]):
         self._spans = spans
         self._num_ranks = num_ranks
         super().__init__()
-        self._using: dict[int, list[int]] = {}
+        self._using: dict[int, tuple[int, ...]] = {}
         """GPU block → jobs in flight that read it (stores) or write it (loads)."""
         self.unsettled: dict[int, Job] = {}
         """Answered jobs whose slots some ranks may still touch."""
@@ -33,15 +34,20 @@ class JobTable(dict[int, Job]):
     def begin(self, job_id: int, job: Job) -> None:
         """Expect every rank's answer to a job."""
         self[job_id] = job
-        for block in job.blocks:
-            self._using.setdefault(block, []).append(job_id)
+        if job.blocks:
+            # Blocks are seldom in two jobs: then none of them takes a step of Python.
+            using = self._using
+            mine: dict[int, tuple[int, ...]] = dict.fromkeys(job.blocks, (job_id,))
+            if using:
+                mine |= {block: using[block] + mine[block] for block in using.keys() & mine.keys()}
+            using.update(mine)
         if self._spans is not None:
             job.began_ns = time.time_ns()
 
     def using(self, blocks: Iterable[int]) -> set[int]:
         """Return the jobs in flight that use one of these GPU blocks."""
         using = self._using
-        return {job for block in blocks for job in using.get(block, ())} if using else set()
+        return set(chain.from_iterable(map(using.get, blocks, repeat(())))) if using else set()
 
     def mark_stale(self) -> None:
         """Let jobs in flight end as failed: a reset has made their bytes meaningless."""
@@ -81,10 +87,12 @@ class JobTable(dict[int, Job]):
         if job.ranks < self._num_ranks:
             return None
         del self[job_id]
-        for block in job.blocks:
-            self._using[block].remove(job_id)
-            if not self._using[block]:
-                del self._using[block]
+        using, alone = self._using, (job_id,)
+        jobs = list(map(using.pop, job.blocks, repeat(alone)))
+        if jobs.count(alone) < len(jobs):
+            for block, several in zip(job.blocks, jobs, strict=True):
+                if others := tuple([other for other in several if other != job_id]):
+                    using[block] = others
         told = (False,) * len(job.keys) if job.stale else job.ok
         self._manager.complete(job, told, not job.ranks_unsettled, job.reason)
         job.ok = told

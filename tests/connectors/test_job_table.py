@@ -124,3 +124,19 @@ def test_a_load_that_found_no_room_is_answered_and_no_surprise(manager):
     assert answer(jobs, ID, ()) is None
     assert answer(jobs, ID, ()).ok == ()
     assert (manager.counters["load_refused"], manager.counters["unexpected_completion"]) == (1, 0)
+
+
+def test_a_block_is_in_use_until_the_last_job_that_uses_it_is_answered(manager):
+    jobs = JobTable(manager)
+    for job_id, key, blocks in ((1, KEYS[0], [4, 5, 5]), (2, KEYS[1], [5, 6]), (3, KEYS[2], [7])):
+        job = manager.prepare_store([key]).job
+        job.blocks = blocks
+        jobs.begin(job_id, job)
+    assert jobs.using([4]) == {1}
+    assert jobs.using(range(9)) == {1, 2, 3}
+    answer(jobs, 1, (True,))
+    assert [jobs.using([block]) for block in (4, 5, 6)] == [set(), {2}, {2}]
+    answer(jobs, 2, (True,))
+    assert jobs.using(range(9)) == {3}
+    answer(jobs, 3, (True,))
+    assert jobs._using == {}
