@@ -4,7 +4,8 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import takewhile
+from itertools import chain
+from operator import indexOf
 from typing import Any
 
 from kvoffload.backends.base import Removal, Usage
@@ -88,7 +89,7 @@ class RemoteTier:
 
     def num_leading(self, keys: Sequence[bytes]) -> int:
         """Count the leading keys that an index holds."""
-        return sum(1 for _ in takewhile(self._keys.__contains__, keys))
+        return indexOf(chain(map(self._keys.__contains__, keys), (False,)), False)
 
     def forget(self, keys: Sequence[bytes]) -> None:
         """Answer False for these keys until they are stored again.

@@ -83,10 +83,10 @@ class HostCache:
     def absent(self, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
         """Return the chunks, once each, that are neither ready nor in flight."""
         wanted = dict.fromkeys(keys)
-        places = (self.evictable, self.pinned, self.incoming, self.fetching, self._orphans)
-        if all(not place or place.keys().isdisjoint(wanted) for place in places):
-            return list(wanted)
-        return [key for key in wanted if not self.is_ready(key) and not self.moving(key)]
+        for place in (self.evictable, self.pinned, self.incoming, self.fetching, self._orphans):
+            if place and not place.keys().isdisjoint(wanted.keys()):
+                return [key for key in wanted if not self.is_ready(key) and not self.moving(key)]
+        return list(wanted)
 
     def is_ready(self, key: OffloadKey) -> bool:
         """Whether a chunk can be loaded from host memory."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -98,14 +97,15 @@ class LoadJob(Job):
     """Chunk → the tier that it comes from, if it was not in host memory."""
     reads: dict[str, Read] = field(default_factory=dict)
     """Tier → what the job reads from it; empty once the job has ended."""
-    late_bytes: Counter[str] = field(default_factory=Counter)
+    late_bytes: dict[str, int] = field(default_factory=dict)
     """Tier → bytes of host memory that it may still write to after the answer."""
 
     def media(self) -> list[str]:
         """Return the medium that each chunk comes from."""
         if not self.sources:
             return ["CPU"] * len(self.keys)
-        return [tier.medium if (tier := self.sources.get(key)) else "CPU" for key in self.keys]
+        found = map(self.sources.get, self.keys)
+        return [tier.medium if tier else "CPU" for tier in found]
 
 
 @dataclass(eq=False)

@@ -73,9 +73,16 @@ class Lookups:
 
     # ---- a prompt ----
 
-    def find_prefix(self, keys: Sequence[OffloadKey], tiers: tuple[Tier, ...]) -> tuple[int, bool]:
-        """Count the leading chunks that can be loaded; return also whether the next may follow."""
-        if not self._caching and keys and self._waits_for_slot(keys[0], tiers):
+    def find_prefix(
+        self, keys: Sequence[OffloadKey], tiers_of: Callable[[], tuple[Tier, ...]]
+    ) -> tuple[int, bool]:
+        """Count the leading chunks that can be loaded; return also whether the next may follow.
+
+        Args:
+            keys: of the chunks.
+            tiers_of: returns the tiers that they may come from; called if host memory lacks one.
+        """
+        if not self._caching and keys and self._waits_for_slot(keys[0], tiers_of()):
             self._found["", "pending"] += 1
             return 0, True
         hits = self._host.num_leading(keys)
@@ -83,7 +90,7 @@ class Lookups:
         if hits == len(keys):
             return hits, False
         answer: bool | None = False
-        if tiers or self._host.fetching:
+        if (tiers := tiers_of()) or self._host.fetching:
             hits, answer = self._find_below(keys, hits, tiers)
         if hits == len(keys):
             return hits, False

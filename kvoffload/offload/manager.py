@@ -9,6 +9,7 @@ Nothing here does I/O. Each transfer is one job, which the caller answers once w
 """
 
 from collections.abc import Callable, Collection, Iterable, Sequence
+from functools import partial
 
 from kvoffload.config import HARMLESS_HINTS
 from kvoffload.errors import UsageError
@@ -166,7 +167,7 @@ class TieredOffloadingManager(OffloadingManager):
         self, keys: Sequence[OffloadKey], req_context: ReqContext | None = None
     ) -> tuple[int, bool]:
         """Look up a prompt; hits on tiers count as far as host memory has room to receive them."""
-        return self._lookups.find_prefix(keys, self._tiers_of(req_context))
+        return self._lookups.find_prefix(keys, partial(self._tiers_of, req_context))
 
     def has_room(self, keys: Sequence[OffloadKey]) -> bool | None:
         return self._lookups.has_room(keys)
@@ -246,8 +247,8 @@ class TieredOffloadingManager(OffloadingManager):
             self._events.removed(ended.lost, Reason.FAILED)
             self.waiting.lost(failed)
         self._events.stored(ended.arrived)
-        if self._promote and ended.fetched and len(self.tiers) > 1:
-            self._write_through.promote(ended.fetched, self._tiers_for(job.tiers))
+        if self._promote and ended.arrived and len(self.tiers) > 1:
+            self._write_through.promote(ended.arrived, job.sources, self._tiers_for(job.tiers))
         self._write_through.begin()
         self._retirement.landed(job.keys)
         return ended.arrived

@@ -233,7 +233,7 @@ class Promises:
         job.reads.clear()
         for fetch in job.spec.fetches if late else ():
             num_bytes = self._kept(job.spec, fetch, frozenset(late))
-            job.late_bytes[fetch.tier] += num_bytes
+            job.late_bytes[fetch.tier] = job.late_bytes.get(fetch.tier, 0) + num_bytes
             self._loads[fetch.tier].late_bytes += num_bytes
 
     def _kept(self, spec: CPULoadStoreSpec, fetch: Fetch, chunks: Collection[OffloadKey]) -> int:

@@ -1,6 +1,7 @@
 """Transfers that are not plain: chunks that tiers must fetch first, chunks that fail."""
 
 from collections.abc import Callable, Sequence
+from itertools import groupby, islice
 from typing import NamedTuple
 
 from kvoffload.messages import CPULoadStoreSpec, Fetch, OffloadKey
@@ -18,8 +19,6 @@ class LoadEnd(NamedTuple):
     """Not loadable from host memory any more."""
     missed: list[OffloadKey]
     """Forgotten by the tier that they should have come from."""
-    fetched: dict[Tier, list[OffloadKey]]
-    """Chunks that arrived, by the tier they came from."""
 
 
 class Staging:
@@ -47,37 +46,37 @@ class Staging:
         """Pin or reserve slots of the leading loadable chunks; name what tiers must fetch."""
         host = self._host
         sources = self._find_sources(keys, tiers)
+        named = list(zip(keys, sources, strict=False))
         # Pin resident chunks before making room for the rest, or they might be evicted for it.
-        here = {i: host.pin(keys[i]) for i, tier in enumerate(sources) if tier is None}
-        missing = [key for key, tier in zip(keys, sources, strict=False) if tier]
-        slots = self._take_slots(missing)[0][::-1] if missing else []
-        host_slots: list[int] = []
-        fetches: dict[Tier, list[int]] = {}
-        fetched: dict[OffloadKey, Tier] = {}
-        for i, tier in enumerate(sources):
-            if tier is None:
-                host_slots.append(here[i])
-            elif slots:
-                host.fetching[keys[i]] = slot = slots.pop()
-                fetched[keys[i]] = tier
-                host_slots.append(slot)
-                fetches.setdefault(tier, []).append(i)
-            else:
-                break
-        for i in range(len(host_slots), len(sources)):
-            if sources[i] is None:
-                host.end_use(keys[i])
+        here = [key for key, tier in named if tier is None]
+        pinned = (host.pin_all(here) or map(host.pin, here)) if here else ()
+        slots = dict(zip(here, pinned, strict=True))
+        fetched = {key: tier for key, tier in named if tier is not None}
+        free = self._take_slots(list(fetched))[0] if fetched else []
+        if len(free) < len(fetched):
+            covered = keys.index(list(fetched)[len(free)])
+            for key, tier in named[covered:]:
+                if tier is None:
+                    host.end_use(key)
+            del named[covered:]
+            fetched = dict(islice(fetched.items(), len(free)))
+        reserved = dict(zip(fetched, free, strict=True))
+        host.fetching.update(reserved)
+        slots.update(reserved)
         parts = []
-        for tier, at in fetches.items():
+        for tier in dict.fromkeys(fetched.values()):
+            at = [i for i, (_, source) in enumerate(named) if source is tier]
             some = [keys[i] for i in at]
             parts.append(Fetch(tier.name, tuple(at), tuple(some), tuple(host.tenants_of(some))))
-        return CPULoadStoreSpec(host_slots, parts), fetched
+        return CPULoadStoreSpec([slots[key] for key, _ in named], parts), fetched
 
     def _find_sources(self, keys: Sequence[OffloadKey], tiers: Sequence[Tier]) -> list[Tier | None]:
         """Return for the leading loadable keys the tier to fetch from; None for host memory."""
         host = self._host
-        if tiers and len(host.absent(keys)) == len(keys) == tiers[0].num_leading(keys):
-            return [tiers[0]] * len(keys)
+        here = host.num_leading(keys)
+        rest = keys[here:]
+        if tiers and len(host.absent(rest)) == len(rest) == tiers[0].num_leading(rest):
+            return [*[None] * here, *[tiers[0]] * len(rest)]
         sources: list[Tier | None] = []
         named: set[OffloadKey] = set()
         for key in keys:
@@ -94,16 +93,17 @@ class Staging:
 
     def end_load(self, job: LoadJob | EarlyRead, ok: Sequence[bool], settled: bool) -> LoadEnd:
         """End a load of chunks, from tail to head: the tail of a prompt leaves first."""
-        host, keys, ended = self._host, job.keys, LoadEnd([], [], [], {})
-        held = job.held
-        is_whole = settled and self._caching and all(ok)
-        if is_whole and all(map(host.fetching.__contains__, held)):
-            slots = [host.fetching.pop(key) for key in reversed(keys)]
-            host.make_evictable(keys[::-1], slots)
-            for key in keys:
-                if source := job.sources.get(key):
-                    ended.fetched.setdefault(source, []).append(key)
-            ended.arrived.extend(keys)
+        host, keys, held, ended = self._host, job.keys, job.held, LoadEnd([], [], [])
+        if settled and self._caching and all(ok):
+            for is_fetched, run in groupby(held[::-1], host.fetching.__contains__):
+                names = list(run)
+                if is_fetched:
+                    host.make_evictable(names, list(map(host.fetching.pop, names)))
+                    ended.arrived.extend(names)
+                elif not host.unpin_all(names):
+                    for name in names:
+                        host.end_use(name)
+            ended.arrived.reverse()
             return ended
         for key, name, fine in zip(keys[::-1], held[::-1], reversed(ok), strict=True):
             source = job.sources.get(key)
@@ -116,8 +116,6 @@ class Staging:
                 if fine and self._caching:
                     host.fill(key, slot, settled)
                     ended.arrived.append(key)
-                    if source:
-                        ended.fetched.setdefault(source, []).append(key)
                 else:
                     host.give_back(key, slot, settled)
             else:
@@ -125,7 +123,7 @@ class Staging:
                     host.forget(name)
                     ended.lost.append(name)
                 host.end_use(name, settled)
-        for moved in (ended.arrived, ended.lost, ended.missed, *ended.fetched.values()):
+        for moved in ended:
             moved.reverse()
         return ended
 

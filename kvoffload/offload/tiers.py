@@ -131,11 +131,16 @@ class WriteThrough:
             self._drop(tier, [key for key, _ in zip(waiting, range(too_many), strict=False)])
         self._begin(tier)
 
-    def promote(self, fetched: Mapping[Tier, Sequence[OffloadKey]], tiers: Sequence[Tier]) -> None:
+    def promote(
+        self,
+        keys: Sequence[OffloadKey],
+        sources: Mapping[OffloadKey, Tier],
+        tiers: Sequence[Tier],
+    ) -> None:
         """Queue fetched chunks for the tiers nearer than their source: the next load is faster."""
-        for source, keys in fetched.items():
+        for source in dict.fromkeys(map(sources.__getitem__, keys)):
             for tier in takewhile(partial(is_not, source), tiers):
-                self.offer(tier, keys)
+                self.offer(tier, [key for key in keys if sources[key] is source])
 
     def begin(self) -> None:
         """Begin the transfers that the limits allow now."""

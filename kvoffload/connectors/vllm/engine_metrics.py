@@ -8,7 +8,8 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import repeat
+from itertools import repeat, takewhile
+from operator import itemgetter
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import (
@@ -25,7 +26,7 @@ from vllm.v1.kv_offload.cpu.common import CPUOffloadingMetrics
 from kvoffload.metrics import names
 from kvoffload.metrics.names import METRICS, NAMESPACE, PREFIX
 from kvoffload.metrics.samples import BUCKETS_S, Durations, Sample
-from kvoffload.offload.base import LoadJob, get_offload_group_idx
+from kvoffload.offload.base import LoadJob, make_offload_key
 
 USAGE = CPUOffloadingMetrics.CPU_CACHE_USAGE_PERC
 """A metric of vLLM's own host tier: the part of host slots that active transfers use."""
@@ -76,13 +77,11 @@ def hit_tokens(job: LoadJob, ok: Sequence[bool], groups: Sequence[Any]) -> Count
     The chunks of one group of the KV cache count: one that reads whole prompts, if there is one.
     """
     group = next((g for g in groups if not g.sliding_window_size_in_chunks), groups[0])
-    tokens: Counter[str] = Counter()
-    for key, medium, fine in zip(job.keys, job.media(), ok, strict=True):
-        if get_offload_group_idx(key) == group.group_idx:
-            if not fine:
-                break
-            tokens[medium.lower()] += group.tokens_per_chunk
-    return tokens
+    of_group = make_offload_key(b"", group.group_idx)
+    chunks = zip(job.keys, job.media(), ok, strict=True)
+    mine = [(medium, fine) for key, medium, fine in chunks if key.endswith(of_group)]
+    good = Counter([medium for medium, _ in takewhile(itemgetter(1), mine)])
+    return Counter({name.lower(): n * group.tokens_per_chunk for name, n in good.items()})
 
 
 class StatsPublisher:
