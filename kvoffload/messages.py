@@ -80,7 +80,7 @@ class GPULoadStoreSpec(BlockIDsLoadStoreSpec):
         group_sizes: Sequence[int] | None = None,
         block_indices: Sequence[int] | None = None,
     ) -> None:
-        super().__init__(block_ids)
+        self.block_ids = np.asarray(block_ids, np.int32)
         self.group_sizes = (len(self.block_ids),) if group_sizes is None else tuple(group_sizes)
         self.block_indices = (
             (0,) * len(self.group_sizes) if block_indices is None else tuple(block_indices)

@@ -257,8 +257,7 @@ class TransferEngine(OffloadingHandler):
             raise ValueError("there are no tiers")
         parts = job, fetches, moves, self._layout, self._io, self._copier, after
         load = TierLoad(*parts, self._borrows)
-        fetched = {i for fetch in fetches for i in fetch.positions}
-        if here := [i for i in range(len(moves)) if i not in fetched]:
+        if here := sorted({*range(len(moves))}.difference(*[each.positions for each in fetches])):
             job.copied(self._copier.launch(moves.take(here), to_host, after), here)
         job.parts_left, job.io_done = len(load.parts), threading.Event()
         for part in load.first:

@@ -106,6 +106,8 @@ class ChunkLayout:
             blocks_per_chunk = [blocks_per_chunk] * len(kv_caches.group_data_refs)
         self.per_chunk = tuple(blocks_per_chunk)
         """Blocks in a chunk of each group."""
+        self.chunk_blocks = np.array(self.per_chunk, np.int64)
+        """The same numbers as an array."""
         self.num_blocks = min((len(entry.tensor) for entry in kv_caches.tensors), default=0)
         """Blocks that every tensor has."""
         self.regions: list[tuple[Region, ...]] = []
@@ -132,24 +134,16 @@ class ChunkLayout:
         """Bytes of a slot for a chunk of any group."""
         return max(self.payload_bytes)
 
-    def moves(self, gpu: GPULoadStoreSpec, host_slots: Sequence[int] | BlockIds) -> Moves:
+    def moves(
+        self, gpu: GPULoadStoreSpec, host_slots: Sequence[int] | BlockIds | None = None
+    ) -> Moves:
         """Cut the GPU end of a transfer into chunks, in the order of ``host_slots``.
+
+        None: the slots come later. Each is -1 then, which no transfer takes.
 
         Raises:
             ValueError: the blocks do not make up exactly that many chunks.
         """
-        moves = self.cut(gpu)
-        if len(moves) != len(host_slots):
-            raise ValueError(
-                f"{len(gpu.block_ids)} blocks in groups of {gpu.group_sizes} from index "
-                f"{gpu.block_indices} are not {len(host_slots)} chunks of "
-                f"{' or '.join(map(str, dict.fromkeys(self.per_chunk)))} blocks"
-            )
-        moves.chunks[0] = host_slots
-        return moves
-
-    def cut(self, gpu: GPULoadStoreSpec) -> Moves:
-        """Do the same where the slots come later: each is -1, which no transfer takes."""
         cuts = [
             (group_idx, size, index % per_chunk, per_chunk)
             for group_idx, (size, index, per_chunk) in enumerate(
@@ -158,7 +152,15 @@ class ChunkLayout:
             if size
         ]
         counts = [-(-(first + size) // per_chunk) for _, size, first, per_chunk in cuts]
-        chunks = np.full((5, sum(counts)), -1, np.int64)
+        num_chunks = sum(counts)
+        if host_slots is not None and len(host_slots) != num_chunks:
+            raise ValueError(
+                f"{len(gpu.block_ids)} blocks in groups of {gpu.group_sizes} from index "
+                f"{gpu.block_indices} are not {len(host_slots)} chunks of "
+                f"{' or '.join(map(str, dict.fromkeys(self.per_chunk)))} blocks"
+            )
+        chunks = np.empty((5, num_chunks), np.int64)
+        chunks[0] = -1 if host_slots is None else host_slots
         start = at = 0
         for (group_idx, size, first, per_chunk), count in zip(cuts, counts, strict=True):
             mine = chunks[1:, at : at + count]
@@ -197,7 +199,7 @@ def check_moves(moves: Moves, to_host: bool, layout: ChunkLayout, slab: Slab) ->
         ValueError: naming the indices.
     """
     slots, groups, firsts, _, counts = moves.chunks
-    per_chunk = np.array(layout.per_chunk)[groups]
+    per_chunk = layout.chunk_blocks[groups]
     if (too_long := firsts + counts > per_chunk).any():
         i = int(too_long.argmax())
         raise ValueError(
@@ -208,14 +210,17 @@ def check_moves(moves: Moves, to_host: bool, layout: ChunkLayout, slab: Slab) ->
     num_rows = [-(-size // slab.slot_bytes) for size in layout.payload_bytes]
     if max(num_rows) > 1:
         rows = np.array(num_rows)[groups]
-        _refuse_outside("host slots", slots, slots + rows - 1, slab.num_slots)
+        _refuse_outside("host slots", slots, slab.num_slots, slots + rows - 1)
         which, nth = numbered(rows)
         slots = slots[which] + nth
-    else:
-        _refuse_outside("host slots", slots, slots, slab.num_slots)
-    _refuse_outside("block ids", moves.block_ids, moves.block_ids, layout.num_blocks)
-    what, written = ("host slots", slots) if to_host else ("block ids", moves.block_ids)
-    in_order = np.sort(written)
+    ends = ("host slots", slots, slab.num_slots), ("block ids", moves.block_ids, layout.num_blocks)
+    target, source = ends if to_host else ends[::-1]
+    what, written, limit = target
+    _refuse_outside(*source)
+    in_order = written.copy()
+    in_order.sort()
+    if len(in_order) and not 0 <= in_order[0] <= in_order[-1] < limit:
+        _refuse_outside(*target)
     again = in_order[1:] == in_order[:-1]
     if again.any():
         repeated = np.unique(in_order[1:][again]).tolist()
@@ -233,8 +238,11 @@ def check_within(memory: memoryview, moves: Moves, layout: ChunkLayout) -> None:
         raise ValueError(f"chunks at {starts.tolist()} of {memory.nbytes} bytes")
 
 
-def _refuse_outside(what: str, numbers: Integers, lasts: Integers, limit: int) -> None:
-    """Refuse ranges from ``numbers`` to ``lasts`` that are not within 0 and the limit."""
+def _refuse_outside(
+    what: str, numbers: Integers, limit: int, lasts: Integers | None = None
+) -> None:
+    """Refuse numbers, or ranges from them to ``lasts``, that are not within 0 and the limit."""
+    lasts = numbers if lasts is None else lasts
     if len(numbers) and (numbers.min() < 0 or lasts.max() >= limit):
         strange = numbers[(numbers < 0) | (lasts >= limit)].tolist()
         raise ValueError(f"{what} {strange}: out of range, there are {limit}")

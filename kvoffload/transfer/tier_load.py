@@ -73,7 +73,7 @@ class TierLoad:
             mine = [slots[i] for i in fetch.positions]
             for start, end in portions(mine):
                 part = _Part(self, fetch, start, end, mine[start:end])
-                for earlier in dict.fromkeys(last[slot] for slot in part.slots if slot in last):
+                for earlier in {last[slot] for slot in last.keys() & part.slots}:
                     earlier.followers.append(part)
                     part.waits_for += 1
                 last.update(dict.fromkeys(part.slots, part))

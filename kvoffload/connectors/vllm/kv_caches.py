@@ -77,7 +77,7 @@ def cut(theirs: Any, group_ids: Sequence[int], layout: ChunkLayout) -> Moves:
     listed = zip(group_ids, theirs.group_sizes, theirs.block_indices, strict=True)
     for group_id, size, index in listed:
         sizes[group_id], indices[group_id] = size, index
-    return layout.cut(GPULoadStoreSpec(theirs.block_ids, sizes, indices))
+    return layout.moves(GPULoadStoreSpec(theirs.block_ids, sizes, indices))
 
 
 # ---- Stores of a step ----
