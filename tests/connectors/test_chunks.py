@@ -8,8 +8,10 @@ from kvoffload.connectors.local.chunking import (
     NULL_BLOCK,
     ChunkGroups,
     Piece,
-    cut,
+    Span,
+    cut_store,
     kinds_of_groups,
+    load_end,
     to_load,
     to_store,
 )
@@ -21,7 +23,14 @@ from kvoffload.core.interface import (
     MambaSpec,
     SlidingWindowSpec,
 )
-from kvoffload.messages import get_offload_group_idx, make_offload_key
+from kvoffload.messages import (
+    CanonicalKVCacheRef,
+    CanonicalKVCaches,
+    CanonicalKVCacheTensor,
+    get_offload_group_idx,
+    make_offload_key,
+)
+from kvoffload.transfer.layout import ChunkLayout
 
 BLOCK = 4
 SHAPE = {"block_size": BLOCK, "num_kv_heads": 1, "head_size": 4, "dtype": torch.int8}
@@ -86,13 +95,15 @@ def test_chunks_of_full_attention_are_asked_for_together_and_only_those_of_windo
 
 
 @pytest.mark.parametrize(
-    ("has_nulls", "first"),
-    [(True, [Piece(0, 1, 3, 4)]), (False, [Piece(0, 0, 0, 2), Piece(0, 1, 2, 4)])],
+    ("has_nulls", "blocks", "chunks"),
+    [(True, range(3, 6), range(1, 3)), (False, range(6), range(3))],
 )
-def test_only_where_there_is_a_null_block_is_block_0_left_out_of_loads(has_nulls, first):
+def test_only_where_there_is_a_null_block_is_block_0_left_out_of_loads(has_nulls, blocks, chunks):
     groups = ChunkGroups(kinds_of_groups(BLOCK, None), 2)
     table = [NULL_BLOCK, NULL_BLOCK, NULL_BLOCK, 7, 8, 9]
-    assert to_load(groups, [table], 0, 24, has_nulls) == [*first, Piece(0, 2, 4, 6)]
+    (span,) = to_load(groups, [table], 0, 24, has_nulls)
+    assert (span.group.index, span.blocks, span.chunks) == (0, blocks, chunks)
+    assert to_load(groups, [[NULL_BLOCK] * 6], 0, 24, has_nulls=True) == []
 
 
 # ---- how far a load can go -----------------------------------------------------------------------
@@ -241,13 +252,11 @@ def test_chunks_become_ready_to_store_from_head_to_tail_of_the_prompt():
     assert [group.per_chunk for group in groups.all] == [2, 1]
     tables = [list(range(1, 9)), list(range(11, 19))]
     pieces = to_store(groups, tables, [0, 0], 18, True)
-    assert [(piece.group, piece.end_block) for piece in pieces] == [
-        (1, 1), (0, 2), (1, 2), (1, 3), (0, 4), (1, 4),
-    ]  # fmt: skip
+    assert pieces == [(1, 0), (0, 0), (1, 1), (1, 2), (0, 1), (1, 3)]
     pieces = to_store(groups, tables, [1, 3], 18, True)
-    assert pieces == [Piece(0, 1, 2, 4), Piece(1, 3, 3, 4)]
+    assert pieces == [Piece(0, 1), Piece(1, 3)]
     tables[1][3] = NULL_BLOCK
-    assert to_store(groups, tables, [1, 3], 18, True) == [Piece(0, 1, 2, 4)]
+    assert to_store(groups, tables, [1, 3], 18, True) == [Piece(0, 1)]
     assert to_store(groups, tables, [1, 3], 18, False) == pieces
     assert to_store(groups, tables, [2, 4], 18, True) == []
 
@@ -262,21 +271,46 @@ def test_of_states_the_one_at_the_last_token_alone_is_there(computed, first, sto
     assert [piece.chunk for piece in pieces] == stored
 
 
-def test_a_transfer_has_a_slot_a_group_and_the_blocks_of_each_part_in_any_order():
-    groups = groups_of(FULL, WINDOW, FULL, per_chunk=2)
+def test_a_store_has_a_slot_a_group_and_the_blocks_of_each_chunk_in_any_order():
+    groups = groups_of(FULL, NARROW, FULL, per_chunk=2)
     tables = [np.arange(10, 20), range(20, 30), torch.arange(30, 40)]
-    pieces = [Piece(0, 1, 3, 4), Piece(2, 0, 1, 2), Piece(0, 2, 4, 6), Piece(1, 4, 4, 5)]
-    moves = cut(groups, pieces, tables, np.array([7, 5, 9, 8], np.int32))
+    pieces = [Piece(0, 1), Piece(2, 0), Piece(0, 2), Piece(1, 4)]
+    moves = cut_store(groups, pieces, tables, np.array([7, 5, 9, 8], np.int32))
     assert [(slot, group, first, blocks.tolist()) for slot, group, first, blocks in moves] == [
-        (7, 0, 1, [13]),
-        (5, 2, 1, [31]),
+        (7, 0, 0, [12, 13]),
+        (5, 2, 0, [30, 31]),
         (9, 0, 0, [14, 15]),
         (8, 1, 0, [24]),
     ]
 
 
-def test_a_transfer_of_nothing_has_no_chunks():
-    assert len(cut(groups_of(FULL), [], [[1, 2]], np.array([], np.int32))) == 0
+def test_a_store_of_nothing_has_no_chunks():
+    assert len(cut_store(groups_of(FULL), [], [[1, 2]], np.array([], np.int32))) == 0
+
+
+@pytest.mark.parametrize(
+    ("num_chunks", "sizes", "blocks"),
+    [
+        (6, (5, 0, 2, 3), [13, 14, 15, 16, 17, 34, 35, 40, 41, 42]),
+        (5, (5, 0, 2, 2), [13, 14, 15, 16, 17, 34, 35, 40, 41]),
+        (4, (5, 0, 2, 0), [13, 14, 15, 16, 17, 34, 35]),
+        (3, (5, 0, 0, 0), [13, 14, 15, 16, 17]),
+        (2, (3, 0, 0, 0), [13, 14, 15]),
+        (1, (1, 0, 0, 0), [13]),
+        (0, (0, 0, 0, 0), []),
+    ],
+)
+def test_a_load_has_the_blocks_of_its_first_chunks(num_chunks, sizes, blocks):
+    groups = groups_of(FULL, FULL, FULL, FULL, per_chunk=2)
+    ranges = {0: range(3, 8), 2: range(4, 6), 3: range(0, 3)}
+    spans = [Span(groups.all[i], each, groups.all[i].chunks(each)) for i, each in ranges.items()]
+    numbers = [[10 * (i + 1) + block for block in of_group] for i, of_group in ranges.items()]
+    end = load_end(groups, spans, numbers, num_chunks)
+    assert (end.group_sizes, end.block_ids.tolist()) == (sizes, blocks)
+    assert end.block_indices[0] == 3
+    tensor = CanonicalKVCacheTensor(torch.zeros(64, BLOCK, dtype=torch.int8), BLOCK)
+    caches = CanonicalKVCaches((tensor,), ((CanonicalKVCacheRef(0, BLOCK),),) * 4)
+    assert len(ChunkLayout(caches, 2).moves(end)) == num_chunks
 
 
 # ---- orders --------------------------------------------------------------------------------------

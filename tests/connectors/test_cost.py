@@ -1,4 +1,8 @@
-"""What the end of a transfer costs the manager, in steps of the interpreter for each chunk."""
+"""What a transfer costs the engine's thread for each chunk: steps of the interpreter, and calls."""
+
+import sys
+from collections import Counter
+from contextlib import closing
 
 import pytest
 from opcodes import count_opcodes
@@ -49,6 +53,64 @@ def test_the_end_of_a_whole_transfer_costs_the_manager_nothing_for_each_chunk(
     )
     a_chunk = [(more - less) / 500 for less, more in zip(few, many, strict=True)]
     assert max(a_chunk) < 1, "steps a chunk to end a store, a load"
+
+
+@pytest.mark.parametrize("source", ["host", "disk", "both"])
+def test_a_load_calls_no_function_for_each_chunk(source, new_kv_caches, new_request, tmp_path):
+    disk = {"type": "disk", "root": str(tmp_path), "capacity": "1GiB", "min_free": 0}
+    settings = {"cpu_bytes": "8MiB", "blocks_per_chunk": 1, "policy": "lru", "backends": [disk]}
+    caches = new_kv_caches(num_blocks=1024, page_bytes=(64,))
+    facts = {"model": "m", "dtype": "int8", "weights": "w"}
+    with closing(LocalConnector(settings, caches, block_size=BLOCK, facts=facts)) as connector:
+        few, many = (
+            [calls_of_a_load(connector, new_request, source, count) for _ in range(3)][-1]
+            for count in (40, 240)
+        )
+    assert many - few < 20, "calls of 200 chunks"
+
+
+def calls_of_a_load(connector, new_request, source, count):
+    """Load a prompt that is stored; return the calls of this package on the engine's thread."""
+    request, table = new_request(f"{count}", count * BLOCK + 1), [range(1, 2 + count)]
+    connector.after_forward(request, table, count * BLOCK)
+    assert connector.flush()
+    connector.request_finished(request)
+    if source != "host":
+        connector._manager.reset_cache()
+    if source == "both":
+        head = new_request(f"{count}", count // 2 * BLOCK + 1)
+        assert begin_load(connector, head, table) == count // 2 * BLOCK
+        assert connector.flush()
+        assert connector.poll()[0].ok
+        connector.request_finished(head)
+    calls = 0
+
+    def note(frame, event, arg):
+        nonlocal calls
+        calls += event == "call" and "/kvoffload/" in frame.f_code.co_filename
+
+    sys.setprofile(note)
+    try:
+        begin_load(connector, request, table)
+        sys.setprofile(None)
+        connector._worker.wait(set(connector._transfers.jobs))
+        sys.setprofile(note)
+        (outcome,) = connector.poll()
+        connector.request_finished(request)
+    finally:
+        sys.setprofile(None)
+    from_disk = {"host": 0, "disk": count, "both": count // 2}[source] * BLOCK
+    tokens = Counter({"CPU": count * BLOCK - from_disk, "DISK": from_disk})
+    assert outcome.tokens_by_medium == +tokens
+    assert connector.flush()
+    return calls
+
+
+def begin_load(connector, request, table):
+    """Begin to load what there is of a request; return the tokens."""
+    tokens = connector.get_num_new_matched_tokens(request, 0)
+    connector.update_state_after_alloc(request, table, tokens)
+    return tokens
 
 
 def test_the_benchmark_of_the_manager_measures_what_the_connector_does(connector, new_request):

@@ -2,6 +2,7 @@
 
 import random
 import threading
+from functools import partial
 
 import numpy as np
 import pytest
@@ -9,7 +10,7 @@ import torch
 
 from kvoffload.connectors.local import LocalConnector
 from kvoffload.connectors.local.chunking import NULL_BLOCK, ChunkGroups, to_load, to_store
-from kvoffload.connectors.local.engine_arguments import check_pieces
+from kvoffload.connectors.local.engine_arguments import check_blocks, check_pieces
 from kvoffload.core.groups import make_group
 from kvoffload.core.interface import (
     ChunkedLocalAttentionSpec,
@@ -140,8 +141,16 @@ KINDS = [
 ]
 
 
+def check_all(spans, *checked):
+    """Check the blocks to load, and that those which are good are returned as they are."""
+    tables = checked[1]
+    for span in spans:
+        numbers = check_blocks(span, *checked)
+        assert numbers == [tables[span.group.index][i] for i in span.blocks]
+
+
 def test_a_wrong_number_of_any_block_that_is_moved_is_refused_in_any_kind_of_group():
-    """Blocks are checked from the first piece of each group to its last."""
+    """Blocks are checked from the first that is moved, of each group, to the last."""
     draw, limit, num_checked = random.Random(0), 20, 0
     for _ in range(1000):
         kinds = [make_group(i, draw.choice(KINDS), 2) for i in range(draw.randint(1, 3))]
@@ -151,22 +160,27 @@ def test_a_wrong_number_of_any_block_that_is_moved_is_refused_in_any_kind_of_gro
             table[: draw.randint(0, len(table))] = draw.choice([[], [NULL_BLOCK]])
             table[:0] = [NULL_BLOCK] * (tokens // 2 - len(table))
         keys = [[b"key"] * (tokens // group.chunk_tokens) for group in groups.all]
+        checked = keys, tables, limit
         if draw.random() < 0.5:
             pieces = to_store(groups, tables, [0] * len(kinds), tokens, True)
+            check_now = partial(check_pieces, pieces, groups, *checked)
+            per = [group.per_chunk for group in groups.all]
+            moved = [(g, range(chunk * per[g], (chunk + 1) * per[g])) for g, chunk in pieces]
         else:
             end = groups.aligned(groups.all[0].chunk_tokens * len(keys[0]))
-            pieces = to_load(groups, tables, draw.randrange(0, end + 1, 2), end, True)
-            pieces = [piece for piece in pieces if piece.chunk < len(keys[piece.group])]
-        check_pieces(pieces, keys, tables, limit)
-        if pieces:
-            piece = draw.choice(pieces)
-            at = draw.randrange(piece.first_block, piece.end_block)
-            tables[piece.group][at] = draw.choice([limit, -1, 1.5, "3", None])
-            with pytest.raises(UsageError, match=rf"block_ids\[{piece.group}\]"):
-                check_pieces(pieces, keys, tables, limit)
-            keys[piece.group] = keys[piece.group][: piece.chunk]
+            spans = to_load(groups, tables, draw.randrange(0, end + 1, 2), end, True)
+            spans = [span for span in spans if span.chunks.stop <= len(keys[span.group.index])]
+            check_now = partial(check_all, spans, *checked)
+            moved = [(span.group.index, span.blocks) for span in spans]
+        check_now()
+        if moved:
+            index, blocks = draw.choice(moved)
+            tables[index][draw.choice(blocks)] = draw.choice([limit, -1, 1.5, "3", None])
+            with pytest.raises(UsageError, match=rf"block_ids\[{index}\]"):
+                check_now()
+            del keys[index][draw.choice(groups.all[index].chunks(blocks)) :]
             with pytest.raises(UsageError):
-                check_pieces(pieces, keys, tables, limit)
+                check_now()
             num_checked += 1
     assert num_checked > 500
 

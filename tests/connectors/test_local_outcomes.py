@@ -164,3 +164,26 @@ def test_an_engine_lives_on_if_a_request_is_aborted_whose_load_ended_in_a_flush(
         engine.abort(name)
         engine.step()
         assert not engine._scheduler.has_requests
+
+
+def test_a_load_is_named_as_far_as_host_memory_had_room_for_it(connect, kv_caches, new_request):
+    connector = connect({"type": "memory", "capacity": "1MiB"}, cpu_bytes=12 * 4096)
+    few, many = new_request("few", 41), new_request("many", 73)
+    for request, blocks in ((few, range(1, 11)), (many, range(11, 29))):
+        connector.after_forward(request, [blocks], request.num_tokens - 1)
+        assert connector.flush()
+        connector.request_finished(request)
+    stored = [cache.tensor[11:25].clone() for cache in kv_caches.tensors]
+    connector._manager.reset_cache()
+    assert [connector.get_num_new_matched_tokens(each, 0) for each in (few, many)] == [40, 72]
+    connector.update_state_after_alloc(few, [range(30, 40)], 40)
+    connector.update_state_after_alloc(many, [range(40, 58)], 72)  # seven slots are left
+    assert connector.flush()
+    outcomes = {outcome.request_id: outcome for outcome in connector.poll()}
+    assert (outcomes["few"].ok, outcomes["few"].num_loaded_tokens) == (True, 40)
+    assert (outcomes["many"].ok, outcomes["many"].num_loaded_tokens) == (False, 56)
+    assert outcomes["many"].tokens_by_medium == {"MEMORY": 56}
+    for cache, expected in zip(kv_caches.tensors, stored, strict=True):
+        assert torch.equal(cache.tensor[40:54], expected)
+    for request in (few, many):
+        connector.request_finished(request)

@@ -8,7 +8,7 @@ import logging
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from math import lcm
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import numpy as np
 
@@ -18,7 +18,13 @@ from kvoffload.core.groups import Group, MambaGroup, make_group
 from kvoffload.core.interface import KVCacheConfig, KVCacheSpec
 from kvoffload.errors import ConfigError
 from kvoffload.identity import LABEL, Fact
-from kvoffload.messages import BlockIds, CanonicalKVCaches, OffloadKey, make_offload_key
+from kvoffload.messages import (
+    BlockIds,
+    CanonicalKVCaches,
+    GPULoadStoreSpec,
+    OffloadKey,
+    make_offload_key,
+)
 from kvoffload.transfer.layout import ChunkLayout, Moves
 
 log = logging.getLogger(__name__)
@@ -61,12 +67,19 @@ def _is_cut(kind: Group) -> bool:
 
 
 class Piece(NamedTuple):
-    """Blocks of one chunk that a transfer moves."""
+    """A chunk to store, by its group and its number."""
 
     group: int
     chunk: int
-    first_block: int
-    end_block: int
+
+
+class Span(NamedTuple):
+    """Consecutive blocks of one KV cache group to load."""
+
+    group: "ChunkGroup"
+    blocks: range
+    chunks: range
+    """Those that the blocks are in."""
 
 
 class ChunkGroup:
@@ -80,6 +93,8 @@ class ChunkGroup:
 
     def __init__(self, index: int, kind: Group, per_chunk: int) -> None:
         self.index = index
+        self.key_end = make_offload_key(b"", index)
+        """The end of its chunks' keys."""
         self.kind = kind
         self.block_size = kind.block_size
         self.is_state = isinstance(kind, MambaGroup)
@@ -115,15 +130,6 @@ class ChunkGroup:
         if not blocks:
             return range(0)
         return range(blocks.start // self.per_chunk, -(-blocks.stop // self.per_chunk))
-
-    def pieces(self, blocks: range) -> list[Piece]:
-        """Cut blocks at the ends of chunks."""
-        per, index = self.per_chunk, self.index
-        pieces = [Piece(index, c, c * per, (c + 1) * per) for c in self.chunks(blocks)]
-        if pieces:  # only the ends may be parts
-            pieces[0] = pieces[0]._replace(first_block=blocks.start)
-            pieces[-1] = pieces[-1]._replace(end_block=blocks.stop)
-        return pieces
 
 
 Keys = Sequence[Sequence[OffloadKey]]
@@ -166,7 +172,7 @@ class ChunkGroups:
             if not _are_of(of_group, group, hashes):
                 of_group = keys[group.index] = []
             last = range((len(of_group) + 1) * every - 1, len(hashes), every)
-            of_group += [make_offload_key(hashes[i], group.index) for i in last]
+            of_group += cast("list[OffloadKey]", [hashes[i] + group.key_end for i in last])
 
     def are_of(self, keys: Keys, hashes: Sequence[bytes]) -> bool:
         """Whether keys are of leading chunks of a prompt with these hashes."""
@@ -206,17 +212,19 @@ class ChunkGroups:
 
         The group that reads everything tells; where all have windows, the chunk they end with.
         """
-        tokens: Counter[str] = Counter()
         if end <= start:
-            return tokens
+            return Counter()
         group = self.by_reach[0]
-        pieces = group.pieces(group.needed(start, end))
+        chunks = group.chunks(group.needed(start, end))
+        of_chunks = [media[group.index, chunk] for chunk in chunks]
         if not group.reads_all:
-            tokens[media[group.index, pieces[-1].chunk] if pieces else "CPU"] = end - start
-            return tokens
-        for piece in pieces:
-            size = (piece.end_block - piece.first_block) * group.block_size
-            tokens[media[group.index, piece.chunk]] += size
+            return Counter({of_chunks[-1] if of_chunks else "CPU": end - start})
+        tokens = Counter(of_chunks)
+        for medium in tokens:
+            tokens[medium] *= group.chunk_tokens
+        # Only the ends may be parts of chunks.
+        tokens[of_chunks[0]] -= start - chunks.start * group.chunk_tokens
+        tokens[of_chunks[-1]] -= chunks.stop * group.chunk_tokens - end
         return tokens
 
     # ---- orders ----
@@ -249,24 +257,25 @@ def _are_of(keys: Sequence[OffloadKey], group: ChunkGroup, hashes: Sequence[byte
     end = len(keys) * group.hashes_per_chunk
     if end > len(hashes):
         return False
-    return not end or keys[-1] == make_offload_key(hashes[end - 1], group.index)
+    return not end or keys[-1] == hashes[end - 1] + group.key_end
 
 
 def to_load(
     groups: ChunkGroups, tables: BlockTables, start: int, end: int, has_nulls: bool
-) -> list[Piece]:
-    """List the parts of chunks to load for the tokens from ``start`` to ``end``, by group.
+) -> list[Span]:
+    """List the blocks to load for the tokens from ``start`` to ``end``, by group.
 
     The engine needs nothing in the null blocks at the start of a table.
     """
-    pieces: list[Piece] = []
+    spans = []
     for group in groups.offloaded:
         blocks = group.needed(start, end)
         table = tables[group.index]
         while has_nulls and blocks and table[blocks[0]] == NULL_BLOCK:
             blocks = blocks[1:]
-        pieces.extend(group.pieces(blocks))
-    return pieces
+        if blocks:
+            spans.append(Span(group, blocks, group.chunks(blocks)))
+    return spans
 
 
 def to_store(
@@ -284,29 +293,52 @@ def to_store(
         if group.is_state:
             # Only the state at the last computed token is there; it is kept at block ends.
             first = max(first, end - 1 if num_computed_tokens % group.block_size == 0 else end)
-        table = tables[group.index]
-        pieces += (
-            piece
-            for piece in group.pieces(range(first * group.per_chunk, end * group.per_chunk))
-            if not has_nulls or NULL_BLOCK not in table[piece.first_block : piece.end_block]
-        )
+        table, per = tables[group.index], group.per_chunk
+        pieces += [
+            Piece(group.index, chunk)
+            for chunk in range(first, end)
+            if not has_nulls or NULL_BLOCK not in table[chunk * per : (chunk + 1) * per]
+        ]
     if len(groups.offloaded) > 1:
-        pieces.sort(key=lambda piece: piece.end_block * groups.all[piece.group].block_size)
+        pieces.sort(key=lambda piece: (piece.chunk + 1) * groups.all[piece.group].chunk_tokens)
     return pieces
 
 
-def cut(
+def cut_store(
     groups: ChunkGroups, pieces: Sequence[Piece], tables: BlockTables, host_slots: BlockIds
 ) -> Moves:
-    """Name the GPU blocks of parts of chunks, each with the host slot of its chunk."""
+    """Name the GPU blocks of chunks to store, each chunk with its host slot."""
     blocks: list[int] = []
-    for piece in pieces:
-        blocks.extend(tables[piece.group][piece.first_block : piece.end_block])
-    group, _, first, end = np.array(pieces, np.int64).reshape(-1, 4).T
-    counts = end - first
-    starts = counts.cumsum() - counts
-    chunks = np.array([host_slots, group, first % groups.per_chunk[group], starts, counts])
+    for index, chunk in pieces:
+        per = groups.all[index].per_chunk
+        blocks.extend(tables[index][chunk * per : (chunk + 1) * per])
+    group = np.array([piece.group for piece in pieces], np.intp)
+    counts = groups.per_chunk[group]
+    chunks = np.zeros((5, len(pieces)), np.int64)
+    chunks[0], chunks[1], chunks[3], chunks[4] = host_slots, group, counts.cumsum() - counts, counts
     return Moves(chunks, np.array(blocks, np.int32))
+
+
+def load_end(
+    groups: ChunkGroups, spans: Sequence[Span], numbers: Sequence[list[int]], num_chunks: int
+) -> GPULoadStoreSpec:
+    """Name the GPU blocks of the first chunks of a load.
+
+    Args:
+        groups: of the cache.
+        spans: all that is to be loaded, by group.
+        numbers: of the blocks of each span.
+        num_chunks: how many of their chunks are loaded.
+    """
+    sizes, firsts = [0] * len(groups.all), [0] * len(groups.all)
+    blocks: list[int] = []
+    for (group, span, chunks), of_span in zip(spans, numbers, strict=True):
+        last = chunks[:num_chunks].stop
+        num_chunks -= last - chunks.start
+        part = of_span[: max(0, last * group.per_chunk - span.start)]
+        sizes[group.index], firsts[group.index] = len(part), span.start
+        blocks += part
+    return GPULoadStoreSpec(blocks, sizes, firsts)
 
 
 def layout_facts(

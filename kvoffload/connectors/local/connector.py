@@ -42,6 +42,7 @@ from kvoffload.connectors.local.chunking import (
     choose_blocks_per_chunk,
     kinds_of_groups,
     layout_facts,
+    load_end,
     to_load,
     to_store,
 )
@@ -262,17 +263,19 @@ class LocalConnector:
             end = state.start + promised
             given.check_tables(block_ids, self._groups, end)
             self._groups.extend_keys(state.keys, request.block_hashes)
-            pieces = to_load(self._groups, block_ids, state.start, end, self._has_nulls)
-            given.check_pieces(pieces, state.keys, block_ids, self._num_blocks)
+            spans = to_load(self._groups, block_ids, state.start, end, self._has_nulls)
+            checked = block_ids, self._num_blocks
+            blocks = [given.check_blocks(span, state.keys, *checked) for span in spans]
             self._count_use(state, end)
-            keys = [state.keys[piece.group][piece.chunk] for piece in pieces]
+            keys: list[OffloadKey] = []
+            for group, _, chunks in spans:
+                keys += state.keys[group.index][chunks.start : chunks.stop]
             job = self._manager.begin_load(keys, state.context)
             if not job.keys:
                 self._transfers.refuse(state)
                 return
-            taken = tuple(pieces[: len(job.keys)])
-            load = LoadRange(state, state.start, end, taken)
-            self._transfers.begin_load(job, load, block_ids)
+            target = load_end(self._groups, spans, blocks, len(job.keys))
+            self._transfers.begin_load(job, LoadRange(state, state.start, end, spans), target)
         finally:
             self._manager.request_admitted(state.context)
 
@@ -326,7 +329,7 @@ class LocalConnector:
         if not pieces:
             return
         self._groups.extend_keys(state.keys, request.block_hashes)
-        given.check_pieces(pieces, state.keys, block_ids, self._num_blocks)
+        given.check_pieces(pieces, self._groups, state.keys, block_ids, self._num_blocks)
         self._count_use(state, 0)
         piece_of = {state.keys[piece.group][piece.chunk]: piece for piece in pieces}
         output = self._manager.prepare_store(list(piece_of), state.context)

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 from operator import index
 from typing import SupportsIndex
 
-from kvoffload.connectors.local.chunking import BlockTables, ChunkGroups, Keys, Piece
+from kvoffload.connectors.local.chunking import BlockTables, ChunkGroups, Keys, Piece, Span
 from kvoffload.core.groups import Group
 from kvoffload.errors import ConfigError, UsageError
 from kvoffload.messages import CanonicalKVCaches
@@ -72,16 +72,30 @@ def check_tables(tables: BlockTables, groups: ChunkGroups, num_tokens: int) -> N
             raise wrong(f"block_ids[{group.index}]", tables[group.index], remedy)
 
 
-def check_pieces(pieces: Sequence[Piece], keys: Keys, tables: BlockTables, num_blocks: int) -> None:
-    """Raise UsageError if chunks have no key, or are in blocks that the KV cache does not have."""
-    # From the first piece of each group to its last.
-    firsts = {piece.group: piece for piece in reversed(pieces)}
-    for group, last in {piece.group: piece for piece in pieces}.items():
-        if last.chunk >= len(keys[group]):
-            remedy = f"name {len(keys[group])} full chunks; these tokens are more"
-            raise wrong("block_hashes", f"group {group}", remedy)
-        blocks = tables[group][firsts[group].first_block : last.end_block]
-        block_numbers(blocks, num_blocks, f"block_ids[{group}]")
+def check_blocks(span: Span, keys: Keys, tables: BlockTables, num_blocks: int) -> list[int]:
+    """Return the numbers of a request's blocks, as plain numbers.
+
+    Raises:
+        UsageError: their chunks have no key, or the KV cache does not have the blocks.
+    """
+    index, blocks = span.group.index, span.blocks
+    if span.chunks.stop > len(keys[index]):
+        remedy = f"name {len(keys[index])} full chunks; these tokens are more"
+        raise wrong("block_hashes", f"group {index}", remedy)
+    return block_numbers(
+        tables[index][blocks.start : blocks.stop], num_blocks, f"block_ids[{index}]"
+    )
+
+
+def check_pieces(
+    pieces: Sequence[Piece], groups: ChunkGroups, keys: Keys, tables: BlockTables, num_blocks: int
+) -> None:
+    """Check the blocks of chunks to store, from the first of each group to its last."""
+    for group in groups.offloaded:
+        if chunks := [chunk for index, chunk in pieces if index == group.index]:
+            first, end, per = chunks[0], chunks[-1] + 1, group.per_chunk
+            span = Span(group, range(first * per, end * per), range(first, end))
+            check_blocks(span, keys, tables, num_blocks)
 
 
 def check_promise(groups: ChunkGroups, num_tokens: SupportsIndex, promised: int) -> int:

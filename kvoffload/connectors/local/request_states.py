@@ -193,7 +193,7 @@ class LoadBackoff:
         """Note that a request gave up its blocks; it is admitted again if its load just ended."""
         if request_id in self._just_ended:
             self._just_ended.remove(request_id)
-        else:
+        elif self._counts:
             self._forget(request_id)
 
     def _forget(self, request_id: str) -> None:

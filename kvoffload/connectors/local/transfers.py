@@ -1,14 +1,13 @@
 """Transfers of the local connector: submits jobs, takes in results, says how loads ended."""
 
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from kvoffload.connectors.jobs import JobTable
-from kvoffload.connectors.local.chunking import BlockTables, ChunkGroups, Piece, cut
+from kvoffload.connectors.local.chunking import BlockTables, ChunkGroups, Piece, Span, cut_store
 from kvoffload.connectors.local.request_states import LoadBackoff, RequestState
 from kvoffload.connectors.spans import Spans
-from kvoffload.messages import TransferResult
+from kvoffload.messages import GPULoadStoreSpec
 from kvoffload.offload.base import Job, LoadJob, Manager
 from kvoffload.transfer.engine import TransferEngine
 
@@ -36,8 +35,8 @@ class LoadRange:
     state: RequestState
     start: int
     end: int
-    pieces: tuple[Piece, ...]
-    """The parts of chunks that the job's keys stand for."""
+    spans: Sequence[Span]
+    """The blocks to load. The job's keys stand for the first chunks that they are in."""
 
 
 class Transfers:
@@ -73,21 +72,20 @@ class Transfers:
         self._ended: dict[str, set[LoadJob]] = {}
 
     def begin_store(self, job: Job, pieces: Sequence[Piece], tables: BlockTables) -> None:
-        """Submit a store of these parts of chunks, which the job's keys stand for."""
-        moves = cut(self._groups, pieces, tables, job.spec.block_ids)
+        """Submit a store of these chunks, which the job's keys stand for."""
+        moves = cut_store(self._groups, pieces, tables, job.spec.block_ids)
         job.blocks = moves.block_ids.tolist()
         self.jobs.begin(job.id, job)
         self._worker.submit(job.id, (moves, job.spec), len(job.keys))
 
-    def begin_load(self, job: LoadJob, load: LoadRange, tables: BlockTables) -> None:
+    def begin_load(self, job: LoadJob, load: LoadRange, target: GPULoadStoreSpec) -> None:
         """Submit a load into blocks that an earlier store may still read."""
-        moves = cut(self._groups, load.pieces, tables, job.spec.block_ids)
-        job.blocks, job.waiter = moves.block_ids.tolist(), load
+        job.blocks, job.waiter = target.block_ids.tolist(), load
         # A store of the blocks' last owner that still reads them would store what is loaded.
         self.wait_for_blocks(job.blocks)
         load.state.loads.add(job)
         self.jobs.begin(job.id, job)
-        self._worker.submit(job.id, (job.spec, moves), len(job.keys))
+        self._worker.submit(job.id, (job.spec, target), len(job.keys))
 
     def wait_for_blocks(self, block_ids: Iterable[int]) -> None:
         """Block until no transfer uses these GPU blocks."""
@@ -119,7 +117,7 @@ class Transfers:
             job = self.jobs.answer(result)
             if isinstance(job, LoadJob):
                 load: LoadRange = job.waiter
-                self._outcomes.append((load.state, job, self._load_ended(job, load, result)))
+                self._outcomes.append((load.state, job, self._load_ended(job, load)))
         for job_id in settled:
             self.jobs.settle(job_id)
         for transfer in self._manager.take_transfers():
@@ -162,27 +160,26 @@ class Transfers:
             for state, job, outcome in self._outcomes
         ]
 
-    def _load_ended(self, job: LoadJob, load: LoadRange, result: TransferResult) -> LoadOutcome:
+    def _load_ended(self, job: LoadJob, load: LoadRange) -> LoadOutcome:
         """Return the outcome of an answered job; a stale job brings nothing."""
         name, waits = load.state.context.req_id, job in load.state.loads
         load.state.loads.discard(job)
         if job.stale:
             return LoadOutcome(name, 0, ok=False)
-        end, is_whole = load.end, len(job.keys) == job.num_asked and all(result.ok)
-        if is_whole and not job.sources:
-            tokens = Counter({"CPU": end - load.start})
+        end, is_whole = load.end, len(job.keys) == job.num_asked and all(job.ok)
+        media = job.media()
+        if is_whole and len(set(media)) == 1:
+            tokens = {media[0]: end - load.start}
         else:
-            arrived = {
-                (piece.group, piece.chunk): medium
-                for piece, medium, ok in zip(load.pieces, job.media(), result.ok, strict=True)
-                if ok
-            }
+            chunks = [(span.group.index, chunk) for span in load.spans for chunk in span.chunks]
+            found = zip(chunks, media, job.ok, strict=False)  # chunks may have found no room
+            arrived = {chunk: medium for chunk, medium, ok in found if ok}
             if not is_whole:
                 end = self._groups.usable(load.start, end, arrived)
-            tokens = self._groups.tokens_by_medium(load.start, end, arrived)
+            tokens = dict(self._groups.tokens_by_medium(load.start, end, arrived))
         if waits and end < load.end:
             self._note_short_load(name)
-        return LoadOutcome(name, end - load.start, end == load.end, dict(tokens))
+        return LoadOutcome(name, end - load.start, end == load.end, tokens)
 
     def _note_short_load(self, request_id: str) -> None:
         if self._short_loads.note(request_id):
