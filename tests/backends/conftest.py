@@ -33,6 +33,16 @@ def encryption(key_file):
     return {"key_file": key_file()}
 
 
+@pytest.fixture(autouse=True)
+async def _closed():
+    """Close the disks that a test has opened, also where it failed."""
+    disk_parts.OPENED.clear()
+    yield
+    for backend in reversed(disk_parts.OPENED):
+        await backend.close()
+    disk_parts.OPENED.clear()
+
+
 @pytest.fixture
 def as_files(monkeypatch):
     """Small chunks are files, as where no part of a file can be freed."""

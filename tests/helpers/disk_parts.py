@@ -24,10 +24,15 @@ def full(chunks):
     return {"capacity": ByteSize(chunks * ON_DISK), "high_watermark": 1.0, "low_watermark": 1.0}
 
 
+OPENED = []
+"""Backends that a test has opened; those of tests of backends are closed after it."""
+
+
 def open_disk(root, namespace="disk", vfs=None, *, ready=True, **settings):
     settings = DEFAULTS | settings
     form = settings.pop("form")
     backend = DiskBackend(DiskOptions(root=str(root), **settings), namespace, vfs=vfs)
+    OPENED.append(backend)
     if form == "files":
         in_form(backend, form)
     assert not ready or backend.wait_ready(60)

@@ -219,7 +219,6 @@ async def test_a_root_put_in_place_of_ours_gives_misses_and_takes_no_chunk(publi
         os.rename(public / "ours", root)
     tick(backend)
     assert await read(backend, keys) == [True] * 4
-    await backend.close()
 
 
 async def test_a_root_that_others_may_write_later_is_left_alone_until_they_may_not(tmp_path):
@@ -233,7 +232,6 @@ async def test_a_root_that_others_may_write_later_is_left_alone_until_they_may_n
         folder.chmod(0o700)
         tick(backend)
         assert await read(backend, keys) == [True] * 3
-    await backend.close()
 
 
 async def test_a_root_that_its_operator_moved_and_made_anew_is_used(tmp_path):
@@ -247,7 +245,6 @@ async def test_a_root_that_its_operator_moved_and_made_anew_is_used(tmp_path):
     assert await read(backend, keys) == [False] * 3
     assert all(await write(backend, keys))
     assert len(list((tmp_path / "kv").glob("*/??/*"))) == 3
-    await backend.close()
 
 
 @pytest.mark.parametrize("running", [False, True])

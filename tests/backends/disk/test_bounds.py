@@ -35,7 +35,6 @@ async def test_the_least_recently_used_chunks_make_room(tmp_path):
     assert [backend.holds(key) for key in keys] == [True, False, False, True, True, True]
     assert {removal.key for removal in backend.take_removals()} == set(keys[1:3])
     assert backend.usage().resident_bytes == chunk_bytes(tmp_path) == 4 * ON_DISK
-    await backend.close()
 
 
 @pytest.mark.parametrize("policy_fails", [False, True])
@@ -54,7 +53,6 @@ async def test_the_background_goes_on_evicting_after_a_store_had_to(
     for left in (3, 2):
         assert store.space.evict_one()  # as the housekeeping thread does above the high watermark
         assert chunk_bytes(tmp_path) == store.root.quota.refresh() == left * ON_DISK
-    await backend.close()
 
 
 async def test_the_tail_of_a_prefix_leaves_before_its_head(tmp_path):
@@ -64,7 +62,6 @@ async def test_the_tail_of_a_prefix_leaves_before_its_head(tmp_path):
     assert await backend.read(keys[:4], slots(4, SIZE)) == [True] * 4
     await write_all(backend, keys[4:])
     assert [backend.holds(key) for key in keys] == [True, True, True, False, True]
-    await backend.close()
 
 
 class PausedVfs(HookedVfs):
@@ -101,7 +98,6 @@ async def test_many_writers_never_pass_the_capacity(tmp_path):
         assert all(await writing), backend.counters()
     assert peak <= capacity + 3 * ON_DISK
     assert backend.usage().resident_bytes == chunk_bytes(tmp_path) <= capacity
-    await backend.close()
 
 
 async def test_the_background_evicts_between_the_watermarks(tmp_path):
@@ -113,8 +109,6 @@ async def test_the_background_evicts_between_the_watermarks(tmp_path):
             break
         await asyncio.sleep(0.01)
     assert chunk_bytes(tmp_path) == 10 * ON_DISK
-    await other.close()
-    await backend.close()
 
 
 async def test_the_stores_of_the_evicting_process_stay_at_the_high_watermark(tmp_path):
@@ -124,7 +118,6 @@ async def test_the_stores_of_the_evicting_process_stay_at_the_high_watermark(tmp
     await asyncio.sleep(0.1)
     assert chunk_bytes(tmp_path) == backend.usage().resident_bytes == 16 * ON_DISK
     assert backend.counters() == {"evicted": 9, "overwritten": 9}
-    await backend.close()
 
 
 async def test_the_space_of_others_is_left_alone(tmp_path):
@@ -132,7 +125,6 @@ async def test_the_space_of_others_is_left_alone(tmp_path):
     assert await write_all(backend, keys_of(2)) == [False, False]
     assert backend.counters()["refused_min_free"] == 2
     assert chunk_bytes(tmp_path) == 0
-    await backend.close()
 
 
 @pytest.fixture
@@ -154,7 +146,6 @@ async def test_a_disk_smaller_than_the_capacity_is_kept_from_running_full(small_
     assert backend.counters().keys() == {"evicted"}
     assert await backend.read(keys[-30:], slots(30, SIZE)) == [True] * 30
     assert backend.usage().resident_bytes == chunk_bytes(small_disk / "kv")
-    await backend.close()
 
 
 @pytest.mark.parametrize("small_disk", ["nr_inodes=120"], indirect=True)
@@ -180,7 +171,6 @@ async def test_on_a_full_disk_reads_go_on_and_writes_resume_with_space(small_dis
             break
         await asyncio.sleep(0.01)
     assert await backend.read(keys_of(1, "later"), slots(1, SIZE)) == [True]
-    await backend.close()
 
 
 async def test_a_disk_gone_read_only_still_serves(tmp_path):
@@ -201,7 +191,6 @@ async def test_a_disk_gone_read_only_still_serves(tmp_path):
     assert backend.counters()["undeletable"] == 1
     assert await backend.read(keys, slots(4, SIZE)) == [True] * 4
     vfs.heal()
-    await backend.close()
 
 
 async def test_a_file_that_cannot_be_removed_does_not_stop_eviction(tmp_path):
@@ -217,7 +206,6 @@ async def test_a_file_that_cannot_be_removed_does_not_stop_eviction(tmp_path):
     assert [backend.holds(key) for key in keys] == [True] + [False] * 4 + [True] * 3
     assert backend.counters()["undeletable"] == 1
     assert backend.usage().resident_bytes == chunk_bytes(tmp_path) == 4 * ON_DISK
-    await backend.close()
 
 
 @pytest.mark.parametrize(

@@ -142,8 +142,6 @@ async def test_every_limit_that_differs_is_named_in_one_warning(tmp_path, caplog
         assert text in record.getMessage()
     assert "capacity =" not in record.getMessage()
     assert second._store.root.limits == first._store.root.limits
-    await first.close()
-    await second.close()
 
 
 async def test_a_root_without_recorded_limits_stays_readable_and_gets_them(tmp_path, caplog):
@@ -205,11 +203,10 @@ async def test_limits_removed_under_a_running_engine_are_recorded_again(tmp_path
     assert await until((tmp_path / BOUNDS).exists)
     assert recorded(tmp_path)["capacity_bytes"] == 64 * MIB
     assert "remade" not in backend.counters()
-    await backend.close()
 
 
 async def test_limits_damaged_under_a_running_engine_hold_for_the_next_engine(tmp_path, caplog):
-    first = open_disk(tmp_path)
+    open_disk(tmp_path)
     (tmp_path / BOUNDS).write_bytes(b"\xff{")
     assert await until(lambda: b"capacity" in (tmp_path / BOUNDS).read_bytes())
     # The line follows the file.
@@ -217,8 +214,6 @@ async def test_limits_damaged_under_a_running_engine_hold_for_the_next_engine(tm
     assert sum("recorded again" in r.getMessage() for r in caplog.records) == 1
     second = open_disk(tmp_path, capacity=ByteSize(2 * MIB))
     assert second.usage().capacity_bytes == recorded(tmp_path)["capacity_bytes"] == 64 * MIB
-    await first.close()
-    await second.close()
 
 
 async def test_an_engine_opens_where_its_limits_cannot_be_recorded(tmp_path, caplog):
@@ -229,4 +224,3 @@ async def test_an_engine_opens_where_its_limits_cannot_be_recorded(tmp_path, cap
     assert await write(backend, keys_of(2)) == [True, True]
     assert sum(BOUNDS in record.getMessage() for record in caplog.records) == 1
     assert os.listdir(backend._store.root.writer.folder) == ["lock"]
-    await backend.close()

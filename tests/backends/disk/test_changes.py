@@ -26,7 +26,6 @@ async def test_an_index_without_a_reader_keeps_no_changes(tmp_path):
     await write(backend, keys_of(3))
     assert backend._store.index.num_changes == 0
     assert Copy(backend).has(keys_of(3))
-    await backend.close()
 
 
 async def test_what_another_process_stores_and_removes_is_listed(tmp_path, monkeypatch):
@@ -38,8 +37,6 @@ async def test_what_another_process_stores_and_removes_is_listed(tmp_path, monke
     assert await until(lambda: copy.has(keys))
     await one.remove(keys[:2])
     assert await until(lambda: copy.has(keys[2:]))
-    await one.close()
-    await two.close()
 
 
 async def test_chunks_of_other_namespaces_are_not_listed(tmp_path):
@@ -50,8 +47,6 @@ async def test_chunks_of_other_namespaces_are_not_listed(tmp_path):
     own._housekeeper._scanner.scan(full=True)  # it evicts for both
     assert len(own._store.index) == 4
     assert own.take_changes(100) == []
-    await own.close()
-    await other.close()
 
 
 async def test_a_root_that_is_refused_has_no_chunks_until_it_is_in_order(tmp_path):
@@ -78,7 +73,6 @@ async def test_a_chunk_that_left_just_before_all_are_listed_again_is_gone(tmp_pa
     root._allow()
     await backend.remove(keys[1:2])
     assert copy.has(keys[2:])
-    await backend.close()
 
 
 async def test_expired_chunks_leave_and_come_back_when_another_process_used_them(tmp_path, clock):
@@ -97,8 +91,6 @@ async def test_expired_chunks_leave_and_come_back_when_another_process_used_them
     other._housekeeper._scanner.scan(full=True)
     assert len([key for key in keys if other.holds(key)]) == 1
     assert copy.has([key for key in keys if other.holds(key)])
-    await owner.close()
-    await other.close()
 
 
 async def test_a_chunk_that_the_policy_refuses_is_listed_as_gone(tmp_path, monkeypatch):
@@ -115,4 +107,3 @@ async def test_a_chunk_that_the_policy_refuses_is_listed_as_gone(tmp_path, monke
     assert await write(backend, keys[:1]) == [False]
     assert backend.usage().chunks == 1
     assert copy.has(keys[1:])
-    await backend.close()

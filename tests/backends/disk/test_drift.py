@@ -39,7 +39,6 @@ async def test_chunks_that_a_person_removed_are_no_longer_counted(tmp_path, monk
     assert await until(lambda: not any(map(backend.holds, keys)))
     assert await until(lambda: backend._store.root.quota.refresh() == 0)
     assert await write(backend, new) == [True] * 8
-    await backend.close()
 
 
 async def test_a_root_that_was_emptied_while_nothing_used_it_is_counted_anew(tmp_path):
@@ -73,7 +72,6 @@ async def test_files_that_could_not_be_removed_for_a_while_leave_later(tmp_path)
             break
         await asyncio.sleep(0.02)
     assert backend.holds(keys_of(1, "after")[0])
-    await backend.close()
 
 
 async def test_a_figure_above_the_capacity_with_nothing_to_evict_is_counted_anew(tmp_path):
@@ -82,7 +80,6 @@ async def test_a_figure_above_the_capacity_with_nothing_to_evict_is_counted_anew
     await write(backend, keys_of(1))  # refused, unless the count was quicker
     assert await until(lambda: backend._store.root.quota.refresh() == chunk_bytes(tmp_path), 20.0)
     assert await write(backend, keys_of(8)) == [True] * 8
-    await backend.close()
 
 
 DYING = """
@@ -105,7 +102,6 @@ async def test_what_the_dead_wrote_uncounted_is_not_taken_off_the_figure(tmp_pat
     assert dying.returncode == -9
     assert await until(lambda: len(os.listdir(tmp_path / ".writers")) == 1)
     assert owner._store.root.quota.refresh() == chunk_bytes(tmp_path)
-    await owner.close()
 
 
 class SlowVfs(HookedVfs):
@@ -136,7 +132,6 @@ async def test_a_look_does_not_find_what_left_while_it_looked(tmp_path, monkeypa
     assert backend._store.root.quota.refresh() == chunk_bytes(tmp_path) == 8 * ON_DISK
     there = {path.name for path in tmp_path.glob("*/??/*")}
     assert {name[2:].hex() for name, _ in backend._store.index.sizes()} == there
-    await backend.close()
 
 
 async def test_eviction_in_the_background_does_not_hold_up_stores(tmp_path):
@@ -148,7 +143,6 @@ async def test_eviction_in_the_background_does_not_hold_up_stores(tmp_path):
     assert await until(lambda: backend.counters().get("evicted"))
     assert await write(backend, keys_of(4, "more")) == [True] * 4
     assert backend.counters()["evicted"] < 30  # of some sixty
-    await backend.close()
 
 
 class LateBlocks(HookedVfs):
@@ -185,7 +179,6 @@ async def test_files_whose_blocks_change_after_their_writes_keep_the_figure_righ
     for i in range(60):
         assert await write(backend, keys_of(1, f"{i}")) == [True]
     assert chunk_bytes(tmp_path) == backend._store.root.quota.refresh() == 8 * ON_DISK
-    await backend.close()
 
 
 async def test_with_fsync_a_chunk_stored_without_is_synced_before_it_is_promised(tmp_path):
@@ -241,7 +234,6 @@ async def test_folders_of_removed_namespaces_are_not_looked_into(tmp_path):
     before = vfs.calls
     scanner.scan(full=True)
     assert vfs.calls - before <= 256
-    await owner.close()
 
 
 async def test_a_figure_gone_astray_is_mended_although_another_never_stops_storing(
@@ -259,8 +251,6 @@ async def test_a_figure_gone_astray_is_mended_although_another_never_stops_stori
         await other.remove(keys)
         turn += 1
         assert turn < 10_000
-    await owner.close()
-    await other.close()
 
 
 async def test_the_first_chunk_stored_while_an_empty_folder_is_looked_at_is_counted(
@@ -275,7 +265,6 @@ async def test_the_first_chunk_stored_while_an_empty_folder_is_looked_at_is_coun
     monkeypatch.setattr(Scanner, "_remove_abandoned", store_then)
     Scanner(owner._store).scan(full=True)
     assert owner._store.root.quota.refresh() == chunk_bytes(tmp_path) > 0
-    await owner.close()
 
 
 class DepartingVfs(HookedVfs):
@@ -301,7 +290,6 @@ async def test_a_damaged_file_removed_during_a_scan_leaves_the_others_counted(tm
     kept = sum(p.stat().st_blocks * 512 for p in (tmp_path / ".quarantine").iterdir())
     assert owner._store.root.quota.refresh() == chunk_bytes(tmp_path) + kept
     assert kept == 2 * 4096
-    await owner.close()
 
 
 def test_what_cannot_be_looked_at_does_not_end_inspect_and_is_no_success_for_verify(tmp_path):
@@ -341,4 +329,3 @@ async def test_what_is_stored_while_a_purge_goes_on_stays(tmp_path, monkeypatch)
     monkeypatch.setattr(backend._store, "discard", store_another)
     assert await backend.purge([backend.namespace]) == 1
     assert await backend.read([first, last], slots(2, SIZE)) == [False, True]
-    await backend.close()

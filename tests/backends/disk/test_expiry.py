@@ -43,7 +43,6 @@ async def test_what_expired_is_a_miss_at_once_and_leaves_counted(tmp_path, clock
     assert all(await write(backend, keys))
     assert all(await read(backend, keys))
     assert backend.usage().resident_bytes == chunk_bytes(tmp_path / "kv")
-    await backend.close()
 
 
 @pytest.mark.parametrize("use", [read, write])
@@ -58,7 +57,6 @@ async def test_a_load_and_a_repeated_store_prolong_a_chunk(tmp_path, clock, use)
     clock[0] = HOUR_S * 3
     sweep(backend)
     assert backend.counters()["expired"] == 2
-    await backend.close()
 
 
 async def test_a_load_by_another_process_prolongs_a_chunk(tmp_path, clock):
@@ -73,8 +71,6 @@ async def test_a_load_by_another_process_prolongs_a_chunk(tmp_path, clock):
     assert await owner.contains(keys) == [True, False]
     assert await read(owner, keys) == [True, False]
     assert await read(other, keys) == [True, False]
-    await other.close()
-    await owner.close()
 
 
 async def test_what_expired_while_no_engine_ran_is_a_miss_and_leaves(tmp_path):
@@ -96,7 +92,6 @@ async def test_without_a_time_to_live_nothing_expires(tmp_path, clock):
     clock[0] = 1e9
     sweep(backend)
     assert all(await read(backend, keys))
-    await backend.close()
 
 
 async def test_damaged_files_are_kept_a_week_or_as_long_as_chunks(tmp_path, monkeypatch):
@@ -115,7 +110,6 @@ async def test_damaged_files_are_kept_a_week_or_as_long_as_chunks(tmp_path, monk
     monkeypatch.undo()
     assert not list((tmp_path / "kv" / QUARANTINE).iterdir())
     assert backend.usage().resident_bytes == 0
-    await backend.close()
 
 
 @pytest.mark.parametrize("ttl_s", [0, 0.5, -1.0, float("nan"), float("inf"), 1e9])

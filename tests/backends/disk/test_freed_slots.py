@@ -112,7 +112,6 @@ async def test_a_segment_that_another_process_removes_meanwhile_gives_its_room_b
     assert not len(backend._store.index)
     assert name_of(0, old[0]) not in backend._store.segments
     await backend.close()
-    await evicting.close()
 
 
 async def test_a_slot_that_a_process_frees_during_a_start_is_not_used_yet(tmp_path):
@@ -159,4 +158,3 @@ async def test_while_others_run_what_a_dead_process_was_writing_is_freed_later(
     assert await until(lambda: Scanner(evicting._store).scan(full=True))
     assert backend._store.root.quota.refresh() == chunk_bytes(tmp_path) == 4 * ON_DISK
     await backend.close()
-    await evicting.close()

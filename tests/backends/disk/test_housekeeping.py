@@ -79,7 +79,6 @@ async def test_a_store_wakes_the_housekeeper_once_and_it_sleeps_again(tmp_path, 
     began_s = time.clock_gettime(clock)
     await asyncio.sleep(0.5)
     assert time.clock_gettime(clock) - began_s < 0.05
-    await backend.close()
 
 
 async def test_a_store_above_the_high_watermark_is_followed_by_eviction_at_once(
@@ -97,8 +96,6 @@ async def test_a_store_above_the_high_watermark_is_followed_by_eviction_at_once(
     assert await until(lambda: backend.usage().chunks == 1)
     assert backend.usage().resident_bytes == 2 * ON_DISK
     assert backend.counters() == {"evicted": 4, "overwritten": 1}
-    await other.close()
-    await backend.close()
 
 
 @pytest.mark.usefixtures("fast")
@@ -110,7 +107,6 @@ async def test_the_only_engine_scans_the_folders_once_a_minute(tmp_path):
     before = vfs.listings
     await vfs.more_rounds(10)
     assert vfs.listings == before
-    await backend.close()
 
 
 @pytest.mark.usefixtures("fast")
@@ -128,8 +124,6 @@ async def test_folders_are_scanned_often_while_another_engine_stores(tmp_path):
     assert vfs.listings == before  # unchanged folders are not listed again
     assert await write(other, keys_of(1, "last")) == [True]
     assert await until(lambda: backend.holds(keys_of(1, "last")[0]))
-    await other.close()
-    await backend.close()
 
 
 class CoarseVfs(HookedVfs):
@@ -154,8 +148,6 @@ async def test_a_second_change_of_a_folder_within_one_step_of_its_clock_is_notic
     for key in (one, two):
         assert await write(other, [key]) == [True]
         assert await until(lambda key=key: backend.holds(key))
-    await other.close()
-    await backend.close()
 
 
 # ---- snapshots -----------------------------------------------------------------------------------
@@ -189,7 +181,6 @@ async def test_a_running_engine_writes_a_snapshot_for_each_period_with_a_change(
     await asyncio.sleep(0.3)
     await vfs.more_rounds(3)
     assert snapshot_times(tmp_path) == before
-    await backend.close()
 
 
 @pytest.mark.usefixtures("fast")
@@ -204,7 +195,6 @@ async def test_snapshots_of_an_engine_that_always_stores_are_a_period_apart(tmp_
         turn += 1
         await asyncio.sleep(0.01)
     assert time.monotonic() - began_s > 2 * 0.5
-    await backend.close()
 
 
 async def test_a_snapshot_holds_the_chunks_of_its_own_namespace_alone(tmp_path):
@@ -215,7 +205,6 @@ async def test_a_snapshot_holds_the_chunks_of_its_own_namespace_alone(tmp_path):
     await owner.close()
     path = f"{tmp_path}/{namespace_digest('one').hex()}/{SNAPSHOT}"
     assert sorted(load(Vfs(), path)) == sorted((key, ON_DISK) for key in keys_of(2, "one"))
-    await other.close()
 
 
 async def test_a_snapshot_that_cannot_be_written_is_counted_and_leaves_no_file(tmp_path, caplog):
@@ -266,7 +255,6 @@ async def test_a_step_that_fails_is_counted_logged_and_tried_again(
     assert [bool(record.exc_info) for record in records] == [isinstance(error, RuntimeError)] * 2
     if isinstance(error, OSError):
         assert "no device" in records[0].getMessage()
-    await backend.close()
 
 
 @pytest.mark.usefixtures("fast")
@@ -280,11 +268,10 @@ async def test_a_scan_that_fails_is_not_tried_again_each_second(tmp_path, monkey
 
     monkeypatch.setattr(Scanner, "scan", scan)
     vfs = CountingVfs()
-    backend = open_disk(tmp_path, vfs=vfs)
+    open_disk(tmp_path, vfs=vfs)
     assert await until(lambda: scans)
     await vfs.more_rounds(10)
     assert len(scans) == 1
-    await backend.close()
 
 
 async def test_folders_that_cannot_be_listed_are_counted_and_their_chunks_stay_known(
@@ -303,7 +290,6 @@ async def test_folders_that_cannot_be_listed_are_counted_and_their_chunks_stay_k
     assert all(map(backend.holds, keys))
     assert await backend.read(keys, slots(3, SIZE)) == [True] * 3
     assert backend.usage().resident_bytes == 3 * ON_DISK
-    await backend.close()
 
 
 async def test_a_folder_put_in_order_is_logged_as_in_use_again(tmp_path, caplog):
@@ -321,7 +307,6 @@ async def test_a_folder_put_in_order_is_logged_as_in_use_again(tmp_path, caplog)
     (allowed,) = messages(caplog, "in order again")
     assert str(tmp_path / "kv") in allowed.getMessage()
     assert root.repairs == 0
-    await backend.close()
 
 
 async def test_folders_that_cannot_be_made_again_are_counted_and_logged(tmp_path, caplog):
@@ -342,7 +327,6 @@ async def test_folders_that_cannot_be_made_again_are_counted_and_logged(tmp_path
     assert backend.counters()["remade"] == 1
     assert str(tmp_path / "store") in record.getMessage()
     assert await write(backend, keys_of(1, "after")) == [True]
-    await backend.close()
 
 
 @pytest.mark.parametrize("facts", [{"model": "m"}, {}])
@@ -362,7 +346,6 @@ async def test_a_manifest_that_was_removed_with_its_folder_has_the_facts_again(t
     assert await until(lambda: backend.counters().get("remade"))
     assert await write(backend, keys_of(1, "after")) == [True]
     assert manifest() == first
-    await backend.close()
 
 
 # ---- what the log says of other namespaces -------------------------------------------------------

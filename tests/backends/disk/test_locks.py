@@ -68,7 +68,6 @@ async def test_the_bytes_that_a_dead_writer_reserved_are_released(tmp_path):
     folder.rename(tmp_path / WRITERS / folder.name)
     assert await until(lambda: len(os.listdir(tmp_path / WRITERS)) == 1)
     assert await until(lambda: backend._store.root.quota.refresh() == 2 * ON_DISK)
-    await backend.close()
 
 
 async def test_bytes_that_other_processes_write_count_when_a_scan_corrects_the_quota(tmp_path):
@@ -86,8 +85,6 @@ async def test_bytes_that_other_processes_write_count_when_a_scan_corrects_the_q
     other._store.space.add_in_flight(40_960)  # with what it removes, or has only reserved
     assert bytes_in_flight(Vfs(), str(tmp_path), own) == 40_960
     assert bytes_in_flight(Vfs(), str(tmp_path), "") == 40_960 + 20_480
-    await other.close()
-    await owner.close()
 
 
 async def test_a_capacity_in_use_by_a_dead_process_alone_is_set_by_the_next(tmp_path):
@@ -95,4 +92,3 @@ async def test_a_capacity_in_use_by_a_dead_process_alone_is_set_by_the_next(tmp_
     dead_writer(tmp_path)
     backend = open_disk(tmp_path, capacity=ByteSize(2 << 20))
     assert backend.usage().capacity_bytes == 2 << 20
-    await backend.close()

@@ -55,8 +55,6 @@ async def test_writers_that_do_not_evict_store_again_while_the_evicting_one_is_i
     assert answers.count(True) == 20, busy.counters()
     assert idle.counters()["evicted"] > 0
     assert "evicted" not in busy.counters()
-    await busy.close()
-    await idle.close()
 
 
 async def test_the_background_evicts_what_lacks_and_no_more(tmp_path, disk, monkeypatch):
@@ -69,7 +67,6 @@ async def test_the_background_evicts_what_lacks_and_no_more(tmp_path, disk, monk
     assert await until(lambda: SmallDisk().statvfs(tmp_path).f_bavail * 4096 >= MIN_FREE)
     await asyncio.sleep(0.3)
     assert 30 * ON_DISK <= chunk_bytes(tmp_path) <= 36 * ON_DISK
-    await backend.close()
 
 
 async def test_one_round_evicts_a_small_part_of_the_capacity_at_most(tmp_path, disk, no_ticks):
@@ -79,7 +76,6 @@ async def test_one_round_evicts_a_small_part_of_the_capacity_at_most(tmp_path, d
     disk.others_bytes = 64 * ON_DISK
     backend._store.space.keep_free(lambda: False)
     assert backend.counters()["evicted"] == (64 << 20) // ON_DISK // 64
-    await backend.close()
 
 
 async def test_stores_at_the_same_time_evict_one_shortage_once(tmp_path, disk, no_ticks):
@@ -96,4 +92,3 @@ async def test_stores_at_the_same_time_evict_one_shortage_once(tmp_path, disk, n
     # A file that is being written counts twice: it is in flight, and allocated.
     assert 8 + 4 <= backend.counters()["evicted"] <= 8 + 4 + 3
     assert space.in_flight_bytes == 0
-    await backend.close()

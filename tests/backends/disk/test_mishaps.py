@@ -79,7 +79,6 @@ async def test_what_a_dead_device_refuses_is_counted_and_said_once(
             assert await work() == [True] * 6
             await backend.remove(new)
     assert str(tmp_path) in warnings()[0].getMessage()
-    await backend.close()
 
 
 # ---- errors that are no OSError ------------------------------------------------------------------
@@ -124,7 +123,6 @@ async def test_a_store_in_which_something_raises_is_a_refusal_and_leaves_no_byte
     assert await write(backend, keys) == [True] * 4
     assert await backend.read(keys, slots(4, SIZE)) == [True] * 4
     assert_exact(backend, tmp_path)
-    await backend.close()
 
 
 async def test_a_policy_that_names_no_victim_but_raises_refuses_the_store(tmp_path, monkeypatch):
@@ -137,7 +135,6 @@ async def test_a_policy_that_names_no_victim_but_raises_refuses_the_store(tmp_pa
     assert_exact(backend, tmp_path)
     assert await write(backend, [keys[2]]) == [True]
     assert_exact(backend, tmp_path)
-    await backend.close()
 
 
 async def test_a_load_in_which_something_raises_is_a_miss(tmp_path, monkeypatch, caplog):
@@ -148,7 +145,6 @@ async def test_a_load_in_which_something_raises_is_a_miss(tmp_path, monkeypatch,
     assert await backend.read(keys, slots(3, SIZE)) == [False, True, True]
     assert backend.counters() == {"read_failed": 1}
     assert "pages does not work" in caplog.text
-    await backend.close()
 
 
 async def test_room_that_no_store_used_is_free_again_though_no_thread_starts(tmp_path, monkeypatch):
@@ -232,7 +228,6 @@ async def test_chunks_read_before_a_load_was_cut_off_count_as_used(tmp_path):
     # Without the load the first would leave; the last was not begun and is the oldest now.
     assert await write(backend, keys_of(1, "new")) == [True]
     assert [backend.holds(key) for key in keys] == [True, True, True, False]
-    await backend.close()
 
 
 async def test_an_owner_without_victims_looks_at_once_for_what_others_stored(tmp_path, monkeypatch):
@@ -251,5 +246,3 @@ async def test_an_owner_without_victims_looks_at_once_for_what_others_stored(tmp
         await asyncio.sleep(0.02)
     assert owner.counters()["evicted"] >= 1
     assert len(looks) <= refused
-    await owner.close()
-    await other.close()

@@ -45,7 +45,6 @@ async def test_a_chunk_of_another_version_is_a_miss_stays_and_gives_way_to_a_sto
     assert await write(backend, [other]) == [True]
     assert await backend.read([other], slots(1, SIZE)) == [True]
     assert backend.usage().resident_bytes == chunk_bytes(tmp_path) == 2 * ON_DISK
-    await backend.close()
 
 
 @pytest.mark.parametrize("io", ["auto", "direct", "buffered"])
@@ -58,7 +57,6 @@ async def test_a_chunk_of_another_version_may_have_another_length(tmp_path, io):
     file_of(tmp_path, keys[1]).write_bytes(resealed(content, PAGE, VERSION, 2)[: PAGE + 5])
     assert await backend.read(keys, slots(2, SIZE)) == [False] * 2
     assert backend.counters() == {"read_other_version": 2}
-    await backend.close()
 
 
 async def test_one_that_the_index_does_not_know_is_asked_for_once_and_can_be_evicted(tmp_path):
@@ -74,7 +72,6 @@ async def test_one_that_the_index_does_not_know_is_asked_for_once_and_can_be_evi
     assert await write(backend, [newer]) == [True]
     assert not list(tmp_path.glob(f"*/??/{old.hex()}"))
     assert chunk_bytes(tmp_path) == 2 * ON_DISK
-    await backend.close()
 
 
 async def test_verify_and_its_repair_leave_them_and_count_them(tmp_path):

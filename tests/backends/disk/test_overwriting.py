@@ -59,7 +59,6 @@ async def test_the_file_of_the_chunk_that_leaves_becomes_that_of_the_next(tmp_pa
     assert [bytes(s) for s in into] == [payload_of(key, SIZE) for key in (old[3], *new)]
     assert backend.usage().resident_bytes == chunk_bytes(tmp_path) == 4 * ON_DISK
     assert temporaries(tmp_path) == []
-    await backend.close()
 
 
 async def test_an_overwritten_file_counts_as_used_now(tmp_path):
@@ -88,7 +87,6 @@ async def test_files_of_other_lengths_and_with_other_names_are_not_overwritten(t
     assert await write(backend, [last]) == [True]
     assert "overwritten" not in backend.counters()
     assert payload_of(linked, SIZE) == (tmp_path / "kept").read_bytes()[4096:]
-    await backend.close()
 
 
 class InterruptedVfs(HookedVfs):
@@ -146,7 +144,6 @@ async def test_a_reader_of_a_file_that_is_overwritten_misses_and_sees_no_damage(
     assert bytes(into[0]) == payload_of(new, SIZE)
     if reading is not writing:
         await reading.close()
-    await writing.close()
 
 
 async def test_a_chunk_that_comes_back_into_its_file_under_a_reader_is_read(tmp_path):
@@ -162,7 +159,6 @@ async def test_a_chunk_that_comes_back_into_its_file_under_a_reader_is_read(tmp_
     assert bytes(into[0]) == payload_of(old, SIZE)
     assert inodes(tmp_path) == before
     assert reading.counters() == {"evicted": 2, "overwritten": 2}
-    await reading.close()
 
 
 async def test_verify_takes_an_overwritten_file_for_a_missing_one(tmp_path):
@@ -182,7 +178,6 @@ async def test_verify_takes_an_overwritten_file_for_a_missing_one(tmp_path):
     assert inspector.verify(chunk, memoryview(bytearray(1 << 16)))[0] == "missing"
     assert inspector.remove(chunk) == 0
     inspector.close()
-    await backend.close()
 
 
 @pytest.mark.parametrize("error", [errno.EIO, errno.ENOSPC])
@@ -196,7 +191,6 @@ async def test_an_overwrite_that_fails_leaves_neither_file_nor_bytes(tmp_path, e
     quota = backend._store.root.quota
     assert quota.refresh() == chunk_bytes(tmp_path) == ON_DISK
     assert backend._store.space.in_flight_bytes == 0
-    await backend.close()
 
 
 class CountingVfs(HookedVfs):
@@ -227,7 +221,6 @@ async def test_a_job_reserves_once_for_several_chunks(tmp_path, filled_before):
     assert vfs.calls["take", "chunk"] == (8 if filled_before else 0)
     assert vfs.calls["unlink", "chunk"] == 0
     assert backend.usage().resident_bytes == chunk_bytes(tmp_path)
-    await backend.close()
 
 
 @pytest.mark.usefixtures("form")
@@ -250,7 +243,6 @@ async def test_what_a_job_reserved_and_did_not_use_is_released(tmp_path, is_full
     assert await asyncio.gather(*(write(backend, keys) for _ in range(3))) == [[True] * 8] * 3
     assert quota.refresh() == chunk_bytes(tmp_path)
     assert space.in_flight_bytes == 0
-    await backend.close()
 
 
 @pytest.mark.usefixtures("form")
@@ -263,7 +255,6 @@ async def test_a_cancelled_job_releases_what_it_reserved(tmp_path):
         await asyncio.wait([job])
         assert await until(lambda: not backend._store.space.in_flight_bytes)
         assert backend._store.root.quota.refresh() == chunk_bytes(tmp_path)
-    await backend.close()
 
 
 async def test_a_job_that_needs_more_than_there_is_stores_a_part(tmp_path):
@@ -280,7 +271,6 @@ async def test_a_job_that_needs_more_than_there_is_stores_a_part(tmp_path):
     assert sum(await write(backend, keys_of(8, "more"))) == 4
     assert backend.counters()["refused_capacity"] == 4
     assert backend.usage().resident_bytes == chunk_bytes(tmp_path) == 130 * ON_DISK
-    await backend.close()
 
 
 @pytest.mark.usefixtures("form")
@@ -325,7 +315,6 @@ async def test_beside_a_writer_of_the_first_version_a_process_reserves_one(tmp_p
     backend = open_disk(tmp_path, **full(128))
     backend._store.root.has_older_writers = True
     assert len(backend._store.space.reserve(SIZE, 8)) == 1
-    await backend.close()
 
 
 @pytest.mark.usefixtures("form")
@@ -354,7 +343,6 @@ async def test_scans_of_a_store_that_overwrites_all_the_time_keep_the_quota_righ
     await asyncio.gather(*tasks)
     assert backend._store.root.quota.refresh() == chunk_bytes(tmp_path) == 128 * ON_DISK
     assert backend.counters()["overwritten"] > 100
-    await backend.close()
 
 
 async def test_a_chunk_that_leaves_while_it_is_stored_again_is_stored_anew(tmp_path, monkeypatch):
@@ -373,4 +361,3 @@ async def test_a_chunk_that_leaves_while_it_is_stored_again_is_stored_anew(tmp_p
     assert bytes(into[0]) == payload_of(keys[0], SIZE)
     assert backend.usage().resident_bytes == chunk_bytes(tmp_path)
     assert "fsync_failed" not in backend.counters()
-    await backend.close()

@@ -69,4 +69,3 @@ async def test_a_store_with_such_a_ledger_is_set_right_and_stores(tmp_path):
     assert await write(backend, keys_of(1, "refused")) == [False]
     assert await until(lambda: backend._store.root.quota.refresh() is not None)
     assert await write(backend, keys_of(1, "again")) == [True]
-    await backend.close()

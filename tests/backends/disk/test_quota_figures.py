@@ -148,7 +148,6 @@ async def test_expired_chunks_are_sought_after_a_hundredth_of_the_time_to_live(
 ):
     backend = open_disk(tmp_path, ttl_s=ttl_s)
     assert backend._housekeeper.expiry_period_s() == pytest.approx(pause)
-    await backend.close()
 
 
 async def test_a_store_changes_the_shared_figure_once(tmp_path):
@@ -162,7 +161,6 @@ async def test_a_store_changes_the_shared_figure_once(tmp_path):
     before = quota.changes
     assert await write(backend, keys_of(3, "3")) == [True] * 3  # they are there
     assert quota.changes == before
-    await backend.close()
 
 
 async def test_a_quota_file_removed_under_an_engine_is_made_again_and_counts_the_chunks(tmp_path):
@@ -172,7 +170,6 @@ async def test_a_quota_file_removed_under_an_engine_is_made_again_and_counts_the
     assert await until(lambda: backend.counters().get("remade") == 1)
     assert await until(lambda: recorded_bytes(Vfs(), str(tmp_path / ".ledger")) == 2 * ON_DISK)
     assert backend._store.root.quota.refresh() == 2 * ON_DISK
-    await backend.close()
 
 
 async def test_an_eviction_ends_although_the_quota_cannot_be_written(tmp_path):
@@ -194,4 +191,3 @@ async def test_an_eviction_ends_although_the_quota_cannot_be_written(tmp_path):
     vfs.heal()
     assert await write(backend, new[:1]) == [True]
     assert recorded_bytes(Vfs(), str(tmp_path / ".ledger")) == 8 * ON_DISK
-    await backend.close()

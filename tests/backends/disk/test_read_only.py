@@ -51,7 +51,6 @@ async def test_a_read_only_file_system_serves_segments_that_are_not_open(tmp_pat
     assert admin.verify(inspector, Check()).is_sound
     inspector.close()
     vfs.is_read_only = False
-    await backend.close()
 
 
 async def test_a_store_that_can_evict_nothing_of_a_read_only_disk_says_so(tmp_path):
@@ -66,4 +65,3 @@ async def test_a_store_that_can_evict_nothing_of_a_read_only_disk_says_so(tmp_pa
     assert await write(backend, keys_of(1, "later")) == [False]
     assert backend.counters()["refused_full"] >= 1
     vfs.is_read_only = False
-    await backend.close()

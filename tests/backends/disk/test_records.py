@@ -253,4 +253,3 @@ async def test_a_victim_is_found_although_other_processes_used_all_chunks_lately
     store.root.other_writers = 1
     store.space.oldest_use_ns = 0  # all uses are in the younger half
     assert store.space._victim() is not None
-    await backend.close()

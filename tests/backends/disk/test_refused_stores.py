@@ -25,7 +25,6 @@ async def test_a_store_refused_for_want_of_room_is_counted(tmp_path):
     assert (counts["refused_capacity"], counts["undeletable"]) == (1, 2)
     assert backend.take_removals() == []
     assert await backend.read(keys_of(2), slots(2, SIZE)) == [True] * 2
-    await backend.close()
 
 
 async def test_a_chunk_of_the_whole_capacity_is_stored_and_one_page_more_is_refused(tmp_path):
@@ -37,7 +36,6 @@ async def test_a_chunk_of_the_whole_capacity_is_stored_and_one_page_more_is_refu
     backend.check_fit(SIZE)
     with pytest.raises(ConfigError, match=r"64\.0 KiB.*68\.0 KiB"):
         backend.check_fit(SIZE + 1)
-    await backend.close()
 
 
 async def test_a_chunk_that_is_there_is_not_written_again(tmp_path):
@@ -47,7 +45,6 @@ async def test_a_chunk_that_is_there_is_not_written_again(tmp_path):
     before = {path: path.stat().st_ino for path in tmp_path.glob("*/??/*")}
     assert await write(backend, keys) == [True] * 2
     assert {path: path.stat().st_ino for path in tmp_path.glob("*/??/*")} == before
-    await backend.close()
 
 
 async def test_only_removals_that_no_caller_asked_for_are_reported_and_each_once(tmp_path):
@@ -62,4 +59,3 @@ async def test_only_removals_that_no_caller_asked_for_are_reported_and_each_once
     assert [(each.key, each.reason) for each in backend.take_removals()] == [(keys[0], "evicted")]
     assert backend.take_removals() == []
     assert backend.counters() == {"removed": 1, "evicted": 1, "overwritten": 1}
-    await backend.close()

@@ -59,7 +59,6 @@ async def test_chunks_are_back_whatever_became_of_the_snapshot(tmp_path, snapsho
     assert [backend.holds(key) for key in keys] == [True] * 20
     assert backend.usage().resident_bytes == 20 * ON_DISK
     assert await backend.read(keys, slots(20, SIZE)) == [True] * 20
-    await backend.close()
 
 
 async def test_opening_does_not_wait_for_the_folders(tmp_path):
@@ -79,7 +78,6 @@ async def test_opening_does_not_wait_for_the_folders(tmp_path):
     vfs.release()
     assert await asyncio.to_thread(backend.wait_ready, 60)
     assert backend.holds(keys_of(1, "new")[0])
-    await backend.close()
 
 
 async def test_without_a_snapshot_keys_are_misses_until_they_are_found(tmp_path):
@@ -92,7 +90,6 @@ async def test_without_a_snapshot_keys_are_misses_until_they_are_found(tmp_path)
     vfs.release()
     assert await asyncio.to_thread(backend.wait_ready, 60)
     assert [backend.holds(key) for key in keys] == [True] * 4
-    await backend.close()
 
 
 async def test_a_snapshot_of_things_gone_costs_misses_only(tmp_path):
@@ -104,7 +101,6 @@ async def test_a_snapshot_of_things_gone_costs_misses_only(tmp_path):
     assert [backend.holds(key) for key in keys] == [False] + [True] * 5
     assert await backend.read(keys, slots(6, SIZE)) == [False] + [True] * 5
     assert backend.usage().resident_bytes == 5 * ON_DISK
-    await backend.close()
 
 
 @pytest.mark.parametrize("snapshot", ["kept", "lost"])
@@ -133,7 +129,6 @@ async def test_a_smaller_capacity_after_a_restart_is_kept(tmp_path):
             break
         await asyncio.sleep(0.005)
     assert len(list(tmp_path.glob("*/??/*"))) == 9
-    await backend.close()
 
 
 @pytest.mark.parametrize("ledger", ["lost", "empty", "damaged", "far too high", "far too low"])
@@ -173,7 +168,6 @@ async def test_a_ledger_damaged_while_in_use_is_mended(tmp_path):
             break
         await asyncio.sleep(0.01)
     assert counted == 2 * ON_DISK
-    await backend.close()
 
 
 async def test_leftovers_of_the_dead_are_removed_and_of_the_living_never(tmp_path):
@@ -215,7 +209,6 @@ async def test_the_manifest_names_the_facts_and_is_written_once(tmp_path):
     (manifest,) = tmp_path.glob("*/manifest.json")
     assert '"llama"' in manifest.read_text()
     assert '"restart"' in manifest.read_text()
-    await backend.close()
 
 
 async def test_a_manifest_that_could_not_be_written_is_written_with_the_next_store(
@@ -230,7 +223,6 @@ async def test_a_manifest_that_could_not_be_written_is_written_with_the_next_sto
     assert await backend.write([key], filled([key], SIZE)) == [True]
     (path,) = tmp_path.glob("*/manifest.json")
     assert json.loads(path.read_bytes())["facts"] == {"model": "m"}
-    await backend.close()
 
 
 async def test_files_that_are_not_ours_are_left_alone(tmp_path):

@@ -57,7 +57,6 @@ async def test_a_run_is_one_read(tmp_path):
     assert all(await write(backend, keys))
     assert await read(backend, keys) == [True] * len(keys)
     assert vfs.reads.total() == 3
-    await backend.close()
 
 
 async def test_only_neighbours_in_one_order_are_a_run(tmp_path):
@@ -69,7 +68,6 @@ async def test_only_neighbours_in_one_order_are_a_run(tmp_path):
     wanted = [keys[0], keys[2], keys[1], *keys[3:]]
     assert await read(backend, wanted) == [True] * 6
     assert vfs.reads.total() == 4  # the last three are neighbours
-    await backend.close()
 
 
 async def test_damage_in_a_run_is_one_miss(tmp_path):
@@ -81,7 +79,6 @@ async def test_damage_in_a_run_is_one_miss(tmp_path):
     answers = await read(backend, keys)
     assert answers == [True, True, ReadResult.CORRUPT, True, True]
     assert backend.counters()["corrupt_payload"] == 1
-    await backend.close()
 
 
 async def test_missing_chunks_end_a_run(tmp_path):
@@ -93,7 +90,6 @@ async def test_missing_chunks_end_a_run(tmp_path):
     answers = await read(backend, keys)
     assert [bool(each) for each in answers] == [True, False, False, True, True, True]
     assert backend.counters()["read_missing"] == 2
-    await backend.close()
 
 
 async def test_a_read_that_fails_is_tried_chunk_by_chunk(tmp_path):
@@ -114,7 +110,6 @@ async def test_a_read_that_fails_is_tried_chunk_by_chunk(tmp_path):
     vfs.reads.clear()
     vfs.refused = 2  # from the page cache, and directly
     assert await read(backend, keys) == [True] * 4
-    await backend.close()
 
 
 class CountedCalls(HookedVfs):
@@ -165,7 +160,6 @@ async def test_runs_of_a_full_store_overwrite_runs(tmp_path):
     assert vfs.writes["slots"] == 16
     await all_are_there(backend, keys, tmp_path)
     assert backend.counters()["overwritten"] == backend.counters()["evicted"] == 3 * chunks
-    await backend.close()
 
 
 async def test_a_run_that_cannot_be_written_is_written_chunk_by_chunk(tmp_path):
@@ -178,7 +172,6 @@ async def test_a_run_that_cannot_be_written_is_written_chunk_by_chunk(tmp_path):
     await all_are_there(backend, [keys[0], *keys[2:]], tmp_path)
     assert await write(backend, keys) == [WriteResult.PRESENT, True, *[WriteResult.PRESENT] * 2]
     await all_are_there(backend, keys, tmp_path)
-    await backend.close()
 
 
 async def test_a_policy_that_raises_leaves_the_accounting_right(tmp_path, monkeypatch):
@@ -193,7 +186,6 @@ async def test_a_policy_that_raises_leaves_the_accounting_right(tmp_path, monkey
     await all_are_there(backend, [*first, *there], tmp_path)
     assert all(await write(backend, keys))
     await all_are_there(backend, [*first, *keys], tmp_path)
-    await backend.close()
 
 
 async def test_a_chunk_named_twice_in_a_call_is_stored_once(tmp_path):
@@ -201,7 +193,6 @@ async def test_a_chunk_named_twice_in_a_call_is_stored_once(tmp_path):
     keys = keys_of(3)
     assert all(await write(backend, [*keys, keys[1]]))
     await all_are_there(backend, keys, tmp_path)
-    await backend.close()
 
 
 async def test_the_uses_of_a_run_are_noted_by_one_write(tmp_path):
@@ -215,4 +206,3 @@ async def test_the_uses_of_a_run_are_noted_by_one_write(tmp_path):
     backend._store.record_use()
     assert vfs.writes["table"] <= 1  # 0: the housekeeper has done it
     assert min(backend._store.used_ns(name_of(0, key)) for key in keys) >= before_ns
-    await backend.close()

@@ -127,7 +127,6 @@ async def test_an_unforeseen_error_of_a_run_leaks_no_slot(tmp_path, kind):
     await is_exact(backend, tmp_path)
     assert all(await write(backend, keys))
     await is_exact(backend, tmp_path)
-    await backend.close()
 
 
 async def test_a_policy_that_raises_while_the_table_cannot_be_written(tmp_path, monkeypatch):
@@ -145,14 +144,12 @@ async def test_a_policy_that_raises_while_the_table_cannot_be_written(tmp_path, 
     assert all(await write(backend, keys))
     assert all(await right(backend, keys))
     await is_exact(backend, tmp_path)
-    await backend.close()
 
 
 async def test_each_refused_chunk_of_a_run_is_counted_once(tmp_path):
     backend = open_slots(tmp_path, capacity=ByteSize(ON_DISK // 2))
     assert await write(backend, keys_of(5)) == [False] * 5
     assert backend.counters() == {"refused_size": 5}
-    await backend.close()
 
 
 async def test_a_run_that_fits_in_part_is_stored_in_part(tmp_path):
@@ -162,7 +159,6 @@ async def test_a_run_that_fits_in_part_is_stored_in_part(tmp_path):
     assert answers == [True] * 3 + [False] * 2
     assert backend.counters() == {"refused_capacity": 2}
     await is_exact(backend, tmp_path)
-    await backend.close()
 
 
 class Between(HookedVfs):
@@ -301,7 +297,6 @@ async def test_evicting_for_a_run_takes_no_tenant_below_its_share(tmp_path):
     assert sum(map(backend.holds, small)) == 56
     assert all(await right(backend, new))
     await is_exact(backend, tmp_path)
-    await backend.close()
 
 
 @pytest.mark.parametrize("is_encrypted", [False, True])
@@ -324,7 +319,6 @@ async def test_memory_and_lengths_of_every_kind(tmp_path, io, is_encrypted):
     wrong = [memoryview(bytearray(4096)) for _ in range(5)]
     assert not any(await backend.read(keys[:5], wrong))  # of another length
     assert all(await backend.write([b"another"], [memoryview(b"y" * 8192)]))
-    await backend.close()
 
 
 class Shortening(HookedVfs):
@@ -364,7 +358,6 @@ async def test_a_run_of_which_the_table_takes_a_part_is_taken_back(tmp_path, ste
     assert not known & {*keys}
     await is_exact(backend, tmp_path)
     assert all(await right(backend, keys))
-    await backend.close()
 
 
 async def test_chunks_in_slots_of_two_processes_are_runs_as_well(tmp_path):
@@ -400,4 +393,3 @@ async def test_a_policy_that_raises_among_victims_keeps_all_evictable(tmp_path, 
     await is_exact(backend, tmp_path)
     assert all(await write(backend, keys_of(8, "new")))
     await is_exact(backend, tmp_path)
-    await backend.close()

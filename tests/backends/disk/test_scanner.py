@@ -45,7 +45,6 @@ async def test_a_full_scan_counts_the_files_in_the_quarantine(tmp_path):
     Scanner(backend._store).scan(full=True)
     there = chunk_bytes(tmp_path) + damaged.stat().st_blocks * 512
     assert backend._store.root.quota.refresh() == there == ON_DISK + 4096
-    await backend.close()
 
 
 class ReplacingVfs(HookedVfs):
@@ -72,7 +71,6 @@ async def test_a_good_file_that_replaced_a_damaged_one_stays_in_place(tmp_path):
     assert await backend.read(keys, slots(1, SIZE)) == [True]
     assert os.listdir(tmp_path / "store" / QUARANTINE) == []
     assert backend.counters() == {}
-    await backend.close()
 
 
 async def test_a_damaged_file_that_can_be_neither_moved_nor_removed_is_absent(tmp_path):
@@ -96,4 +94,3 @@ async def test_a_damaged_file_that_can_be_neither_moved_nor_removed_is_absent(tm
     stuck.heal()
     assert await write(backend, keys) == [True]
     assert await backend.read(keys, slots(1, SIZE)) == [True]
-    await backend.close()

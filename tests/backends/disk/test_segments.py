@@ -108,7 +108,6 @@ async def test_what_has_no_slot_has_a_file(tmp_path):
     assert len(tables(tmp_path)) == 16
     for key, size in zip(keys, sizes, strict=True):
         assert await backend.read([key], slots(1, size)) == [True]
-    await backend.close()
 
 
 async def test_chunks_without_a_byte_are_found_by_another_process(tmp_path):
@@ -118,8 +117,6 @@ async def test_chunks_without_a_byte_are_found_by_another_process(tmp_path):
     two = open_segments(tmp_path)
     assert await two.contains(keys) == [True, True]
     assert await two.read(keys, [memoryview(bytearray())] * 2) == [True, True]
-    await two.close()
-    await one.close()
 
 
 async def test_a_file_system_that_frees_no_part_of_a_file_gets_files(tmp_path, caplog):
@@ -129,7 +126,6 @@ async def test_a_file_system_that_frees_no_part_of_a_file_gets_files(tmp_path, c
     assert "parts of a file cannot be freed" in caplog.text
     assert await write(backend, keys_of(1)) == [True]
     assert len(files(tmp_path)) == 1
-    await backend.close()
 
 
 async def test_a_file_system_that_only_writes_zeros_gets_files(tmp_path, caplog):
@@ -141,7 +137,6 @@ async def test_a_file_system_that_only_writes_zeros_gets_files(tmp_path, caplog)
     assert await write(backend, keys_of(1)) == [True]
     await backend.remove(keys_of(1))
     assert allocated(tmp_path) < ON_DISK
-    await backend.close()
 
 
 async def test_a_process_takes_over_a_segment_that_no_process_has_locked(tmp_path):
@@ -229,7 +224,6 @@ async def test_a_slot_that_cannot_be_freed_stays_counted_until_it_is(tmp_path):
     assert await write(backend, [three]) == [True]
     assert await check(backend, [one, two, three]) == [True, False, True]
     assert slot_blocks(tmp_path) == chunk_bytes(tmp_path) == 2 * ON_DISK
-    await backend.close()
 
 
 def edit(path, at, data):
@@ -357,7 +351,6 @@ async def test_a_purged_namespace_leaves_no_segment(tmp_path):
     assert len([path for path in tmp_path.iterdir() if len(path.name) == 64]) == 1
     assert backend.usage().resident_bytes == chunk_bytes(tmp_path) == 2 * ON_DISK
     assert allocated(tmp_path) < 3 * ON_DISK
-    await backend.close()
 
 
 async def test_a_removed_root_is_an_empty_root(tmp_path):
@@ -371,7 +364,6 @@ async def test_a_removed_root_is_an_empty_root(tmp_path):
     assert await write(backend, keys) == [True] * 3
     assert len(tables(tmp_path / "kv")) == 1
     assert await check(backend, keys) == [True] * 3
-    await backend.close()
 
 
 class Beside(HookedVfs):
@@ -458,7 +450,6 @@ async def test_a_late_reader_of_a_removed_segment_leaves_no_file(tmp_path):
     await one.close()
     assert await check(two, keys_of(1)) == [False]
     assert list(tmp_path.glob("*/segments/*")) == []
-    await two.close()
 
 
 STRANGE = {
@@ -506,7 +497,6 @@ async def test_a_table_grows_while_it_is_listed(tmp_path):
     assert await write(backend, keys_of(2, "new")) == [True] * 2
     assert len(list(listing)) == 1
     assert backend.counters() == {}
-    await backend.close()
 
 
 async def test_while_an_older_version_has_the_root_open_small_chunks_are_files(tmp_path, caplog):
@@ -525,7 +515,6 @@ async def test_while_an_older_version_has_the_root_open_small_chunks_are_files(t
     assert await write(backend, later) == [True] * 2
     assert files(tmp_path) == {key.hex() for key in new}
     assert backend.usage().resident_bytes == chunk_bytes(tmp_path) == 6 * ON_DISK
-    await backend.close()
 
 
 async def test_a_chunk_that_two_processes_stored_is_found_again_when_one_copy_leaves(tmp_path):

@@ -35,8 +35,6 @@ async def test_what_one_writes_the_other_comes_to_know(tmp_path):
     await one.remove(keys[:2])
     assert await until(lambda: not any(two.holds(key) for key in keys[:2]))
     assert {(r.key, r.reason) for r in two.take_removals()} == {(k, "vanished") for k in keys[:2]}
-    await one.close()
-    await two.close()
 
 
 @pytest.mark.usefixtures("form")
@@ -57,7 +55,6 @@ async def test_only_one_evicts_and_the_next_takes_over_when_it_goes(tmp_path):
         await asyncio.sleep(0.05)
     assert await until(lambda: two.counters().get("evicted"))
     assert allocated(tmp_path) <= 10 * ON_DISK + 8192
-    await two.close()
 
 
 @pytest.mark.usefixtures("form")
@@ -74,8 +71,6 @@ async def test_the_owner_sees_what_others_use(tmp_path):
     reader._store.record_use()
     assert await write(owner, keys_of(4, "new")) == [True] * 4
     assert [owner.holds(key) for key in keys] == [True] * 3 + [False] * 4 + [True]
-    await reader.close()
-    await owner.close()
 
 
 async def test_a_process_long_alone_soon_sees_what_a_new_one_stores(tmp_path):
@@ -90,7 +85,6 @@ async def test_a_process_long_alone_soon_sees_what_a_new_one_stores(tmp_path):
     await write(other, keys[2:])
     await other.close()
     assert await until(lambda: alone.holds(keys[2]))
-    await alone.close()
 
 
 @pytest.mark.usefixtures("form")
@@ -103,8 +97,6 @@ async def test_a_figure_gone_astray_among_several_writers_is_counted_anew(tmp_pa
     assert other._store.root.quota.refresh() == 7 * ON_DISK + drift
     owner._housekeeper._recount_at = 0.0  # it is time
     assert await until(lambda: other._store.root.quota.refresh() == 7 * ON_DISK)
-    await owner.close()
-    await other.close()
 
 
 async def test_counting_anew_leaves_the_order_of_eviction_alone(tmp_path):
@@ -120,7 +112,6 @@ async def test_counting_anew_leaves_the_order_of_eviction_alone(tmp_path):
     Scanner(owner._store).scan(full=True)
     assert await write(owner, keys_of(2, "new")) == [True] * 2
     assert [owner.holds(key) for key in keys] == [True, True, False, False]
-    await owner.close()
 
 
 async def test_the_folder_of_an_idle_process_does_not_come_to_look_abandoned(tmp_path):
@@ -130,7 +121,6 @@ async def test_the_folder_of_an_idle_process_does_not_come_to_look_abandoned(tmp
     os.utime(folder, (seen_s, seen_s))
     backend._store.root.maintain()
     assert time.time() - folder.stat().st_mtime < 60
-    await backend.close()
 
 
 @pytest.mark.usefixtures("form")
@@ -184,8 +174,6 @@ async def test_the_folder_of_an_idle_engine_that_lives_is_left_alone(tmp_path, c
     assert (folder / MANIFEST).exists()
     assert await write(idle, keys_of(2)) == [True] * 2
     assert "remade" not in idle.counters()
-    await owner.close()
-    await idle.close()
 
 
 async def test_a_namespace_that_cannot_be_removed_keeps_its_manifest(tmp_path):

@@ -53,7 +53,6 @@ async def test_a_disk_full_of_needed_chunks_still_takes_new_ones(tmp_path):
     for key in new:
         assert await write(backend, [key]) == [True]
     assert not any(map(backend.holds, old))
-    await backend.close()
 
 
 async def test_a_process_that_does_not_evict_tells_the_one_that_does(tmp_path):
@@ -68,8 +67,6 @@ async def test_a_process_that_does_not_evict_tells_the_one_that_does(tmp_path):
     assert not other._store.uses.take_unwritten()  # it is told already
     evicts.spare(keys)
     assert not evicts._store.uses.take_unwritten()
-    await other.close()
-    await evicts.close()
 
 
 async def stored(root):
@@ -99,13 +96,12 @@ async def test_a_disk_that_was_just_opened_spares_what_it_is_yet_to_find(tmp_pat
     for key in keys_of(2 * CHUNKS, "new"):
         assert await write(backend, [key]) == [True]
     assert [backend.holds(key) for key in keys] == [True] * 3 + [False] * 5
-    await backend.close()
 
 
 @pytest.mark.usefixtures("form")
 async def test_a_process_that_does_not_evict_tells_of_what_it_finds_later(tmp_path):
     keys, vfs = await stored(tmp_path), held_search()
-    evicts = open_disk(tmp_path)
+    open_disk(tmp_path)  # evicts
     other = open_disk(tmp_path, vfs=vfs, ready=False)
     other.spare(keys[:1])
     assert not other._store.uses.take_unwritten()
@@ -117,8 +113,6 @@ async def test_a_process_that_does_not_evict_tells_of_what_it_finds_later(tmp_pa
     assert list(other._store.uses.take_unwritten()) == [name_of(0, keys[0])]
     other.spare(keys[:1])
     assert not other._store.uses.take_unwritten()
-    await other.close()
-    await evicts.close()
 
 
 async def test_what_is_needed_stays_also_if_it_is_stored_later(tmp_path):
@@ -133,7 +127,6 @@ async def test_what_is_needed_stays_also_if_it_is_stored_later(tmp_path):
     for key in keys_of(CHUNKS, "more"):
         assert await write(backend, [key]) == [True]
     assert not any(map(backend.holds, needed))
-    await backend.close()
 
 
 @pytest.mark.parametrize("policy", [LRUPolicy, ARCPolicy, HandicapPolicy])
@@ -179,12 +172,10 @@ def test_no_order_of_calls_loses_a_name_or_evicts_what_is_needed(policy):
 
 
 async def test_what_has_expired_is_not_renewed_because_a_request_waits_for_it(tmp_path):
-    evicts = open_disk(tmp_path, ttl_s=1)
+    open_disk(tmp_path, ttl_s=1)  # evicts
     other = open_disk(tmp_path, ttl_s=1)
     keys = keys_of(2)
     await write(other, keys)
     await asyncio.sleep(1.2)
     other.spare(keys)
     assert not other._store.uses.take_unwritten()
-    await other.close()
-    await evicts.close()

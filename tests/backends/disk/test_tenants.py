@@ -39,7 +39,6 @@ async def test_a_flood_evicts_its_own_chunks_once_it_is_above_its_share(tmp_path
     there = sum(await backend.contains(kept))
     assert there == len(kept)
     assert backend.usage().resident_bytes <= SLOTS * ON_DISK
-    await backend.close()
 
 
 async def test_without_a_share_or_without_tenants_the_policy_decides_alone(tmp_path):
@@ -77,7 +76,6 @@ async def test_what_leaves_or_is_not_stored_counts_no_longer(tmp_path):
     size = 2 * SLOTS * ON_DISK
     assert await backend.write(too_large, filled(too_large, size), [B]) == [False]
     assert set(tenants.of.values()) == {A}
-    await backend.close()
 
 
 @pytest.mark.parametrize("share", [0, -1, 1.5, float("nan")])
@@ -95,4 +93,3 @@ async def test_a_session_that_said_when_it_returns_keeps_its_chunks_in_a_flood(t
     await flood(backend)
     assert await backend.contains(kept) == [True] * 4
     assert backend._store.index._tenants.of[name_of(0, kept[0])] == A
-    await backend.close()

@@ -62,5 +62,3 @@ async def test_verify_and_a_load_give_the_same_reason(tmp_path, name, seal):
     inspector.close()
     assert await backend.read([key], slots(1, SIZE)) == [False]
     assert backend.counters()[reason] == 1
-    await backend.close()
-    await elsewhere.close()
