@@ -35,7 +35,7 @@ def encryption(key_file):
 
 @pytest.fixture(autouse=True)
 async def _closed():
-    """Close the disks that a test has opened, also where it failed."""
+    """Close the disks and folders that a test has opened, also where it failed."""
     disk_parts.OPENED.clear()
     yield
     for backend in reversed(disk_parts.OPENED):

@@ -3,6 +3,8 @@
 import asyncio
 import contextlib
 
+from disk_parts import OPENED
+
 from kvoffload.backends.disk.vfs import Vfs
 from kvoffload.backends.folder.backend import FolderBackend, FolderOptions
 from kvoffload.backends.folder.evictor import Evictor
@@ -17,7 +19,8 @@ ON_DISK = 64 * 1024
 
 def open_folder(root, namespace="folder", vfs=None, **settings):
     settings = {"capacity": ByteSize(64 << 20), "trust_parent_folders": True, **settings}
-    return FolderBackend(FolderOptions(root=str(root), **settings), namespace, vfs=vfs)
+    OPENED.append(FolderBackend(FolderOptions(root=str(root), **settings), namespace, vfs=vfs))
+    return OPENED[-1]
 
 
 def new_evictor(root, vfs=None, *, capacity=1 << 30, evicted=lambda *names: None, share=1.0):

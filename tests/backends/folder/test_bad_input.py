@@ -115,7 +115,8 @@ def test_a_folder_that_is_no_root_is_refused_with_the_reason(tmp_path, what, rem
 
 async def test_the_disk_tier_and_its_doctor_refuse_the_root_of_a_folder_tier(tmp_path):
     root = tmp_path / "kv"
-    backend, before = open_folder(root), {".store.json", ".hosts", ".lease.json"}
+    open_folder(root)
+    before = {".store.json", ".hosts", ".lease.json"}
 
     def there():
         return {name for name in os.listdir(root) if not name.startswith(NEW)}
@@ -129,7 +130,6 @@ async def test_the_disk_tier_and_its_doctor_refuse_the_root_of_a_folder_tier(tmp
         await admin.diagnose()
     assert there() == before
     await admin.close()
-    await backend.close()
 
 
 def test_a_folder_that_others_may_replace_is_refused_unless_parents_are_trusted(tmp_path):
@@ -212,7 +212,6 @@ async def test_a_root_that_is_emptied_is_an_empty_root(tmp_path, fast):
     assert await until(lambda: (tmp_path / "kv" / STORE).exists())
     assert await store_at_last(backend, keys)
     assert await load(backend, keys) == [True] * 4
-    await backend.close()
 
 
 async def test_a_mount_that_is_gone_leaves_its_place_empty(mounts, fast):
@@ -227,7 +226,6 @@ async def test_a_mount_that_is_gone_leaves_its_place_empty(mounts, fast):
     mount("--bind", *mounts)
     assert await until(lambda: not backend._mount.is_stalled)
     assert await load(backend, keys) == [True] * 4
-    await backend.close()
 
 
 async def test_another_server_under_the_same_path_is_another_store(tmp_path, caplog, fast):
@@ -249,7 +247,6 @@ async def test_another_server_under_the_same_path_is_another_store(tmp_path, cap
     (manifest,) = kv.glob("*/manifest.json")
     assert json.loads(manifest.read_bytes())["facts"] == {"model": "m"}
     assert "another store" in caplog.text
-    await backend.close()
 
 
 async def test_a_namespace_that_another_host_removed_is_named_again_by_the_next_store(mounts):
@@ -265,12 +262,10 @@ async def test_a_namespace_that_another_host_removed_is_named_again_by_the_next_
 
 
 async def test_hosts_with_different_capacities_are_told_which_counts(mounts, caplog, fast):
-    one = open_folder(mounts[0] / "kv", capacity=8 << 20)
-    two = open_folder(mounts[1] / "kv", capacity=16 << 20)
+    open_folder(mounts[0] / "kv", capacity=8 << 20)
+    open_folder(mounts[1] / "kv", capacity=16 << 20)
     assert await until(lambda: "is not used" in caplog.text)
     assert caplog.text.count("is not used") == 1
-    await one.close()
-    await two.close()
 
 
 async def test_names_keep_apart_where_case_does_not_count(tmp_path):
@@ -280,7 +275,6 @@ async def test_names_keep_apart_where_case_does_not_count(tmp_path):
     names = [path.name for path in (tmp_path / "kv").glob("*/??/*")]
     assert len({name.lower() for name in names}) == len(keys)
     assert names == [name.lower() for name in names]
-    await backend.close()
 
 
 def test_a_store_for_fewer_than_four_chunks_is_refused(tmp_path):

@@ -66,7 +66,6 @@ async def test_a_load_that_the_mount_fails_is_a_miss_with_a_reason(tmp_path, cal
     assert backend.counters()[f"read_io_{errno.errorcode[error]}"] == 3
     vfs.heal()
     assert await load(backend, keys) == [True] * 3
-    await backend.close()
 
 
 @pytest.mark.parametrize("error", ERRORS, ids=errno.errorcode.get)
@@ -82,7 +81,6 @@ async def test_a_store_that_the_mount_fails_leaves_nothing(tmp_path, call, error
     assert [path for path in (tmp_path / "share").glob("*/??/*") if path.is_file()] == []
     assert await store(backend, keys) == [True] * 3
     assert backend._housekeeper.room.stored_bytes == 3 * 65536  # what failed is counted no more
-    await backend.close()
 
 
 @pytest.mark.parametrize("error", [errno.ENOSPC, errno.EDQUOT, errno.EIO], ids=errno.errorcode.get)
@@ -113,7 +111,6 @@ async def test_a_short_read_or_write_goes_on(tmp_path, call):
     backend, keys = open_folder(tmp_path / "share", vfs=vfs), keys_of(1)
     assert await store(backend, keys) == [True]
     assert await load(backend, keys) == [True]
-    await backend.close()
 
 
 async def test_a_lookup_that_the_mount_fails_is_a_miss_with_a_reason(tmp_path):
@@ -155,7 +152,6 @@ async def test_a_hung_mount_is_given_up_by_the_deadline_and_threads_are_bounded(
     again = open_folder(tmp_path / "share", timeout_s=60.0)
     assert await load(again, keys) == [True] * 40
     assert await again.contains(keys_of(9, "new")) == [False] * 9
-    await again.close()
 
 
 async def test_a_store_that_was_given_up_counts_by_whether_its_file_comes(tmp_path):
@@ -167,7 +163,6 @@ async def test_a_store_that_was_given_up_counts_by_whether_its_file_comes(tmp_pa
     assert await until(lambda: stored_bytes(tmp_path / "share") == 4 * ON_DISK)
     room = backend._housekeeper.room
     assert await until(lambda: room.stored_bytes == 4 * ON_DISK), "the capacity counts no such file"
-    await backend.close()
 
 
 async def test_lookups_wait_for_no_chunk_that_is_moved(tmp_path):
@@ -179,7 +174,6 @@ async def test_lookups_wait_for_no_chunk_that_is_moved(tmp_path):
     assert await asyncio.wait_for(backend.contains(keys_of(40, "other")), 60) == [False] * 40
     vfs.release()
     assert await loading == [True] * 8
-    await backend.close()
 
 
 async def test_a_call_that_moves_bytes_keeps_the_callers_memory(tmp_path):
@@ -200,7 +194,6 @@ async def test_a_call_that_moves_bytes_keeps_the_callers_memory(tmp_path):
     with pytest.raises(asyncio.CancelledError):
         await reading
     assert wrong_bytes(keys, into) == []
-    await backend.close()
 
 
 EXITS = """
@@ -260,7 +253,6 @@ async def test_a_damaged_file_is_a_miss_and_is_replaced(tmp_path, what, change):
     assert await backend.contains(keys) == [False, True]
     assert await store(backend, keys) == [True] * 2
     assert await load(backend, keys) == [True] * 2
-    await backend.close()
 
 
 @pytest.mark.parametrize("is_own", [True, False])
@@ -277,7 +269,6 @@ async def test_a_folder_or_a_pipe_under_a_chunks_name_is_a_miss_with_its_reason(
         make(path)
     assert await load(backend, keys) == [ReadResult.CORRUPT] * 2
     assert backend.counters()["corrupt_folder"] == backend.counters()["corrupt_special"] == 1
-    await backend.close()
 
 
 async def test_damaged_files_are_removed_at_once_on_a_mount_that_hangs(tmp_path):
@@ -292,7 +283,6 @@ async def test_damaged_files_are_removed_at_once_on_a_mount_that_hangs(tmp_path)
     vfs.release()
     assert await loading == [False] * 8
     assert {removal.reason for removal in backend.take_removals()} == {"corrupt"}
-    await backend.close()
 
 
 async def test_files_under_each_others_names_are_misses(tmp_path):
@@ -304,7 +294,6 @@ async def test_files_under_each_others_names_are_misses(tmp_path):
     two.write_bytes(first)
     assert await load(backend, keys) == [False] * 2
     assert backend.counters()["corrupt_key"] == 2
-    await backend.close()
 
 
 @OTHERS
@@ -320,7 +309,6 @@ async def test_a_chunk_of_another_version_stays_until_it_is_stored_again(tmp_pat
     assert await backend.contains(keys) == [False]  # else each request would load it in vain
     assert await store(backend, keys) == [True]
     assert await load(backend, keys) == [True]
-    await backend.close()
 
 
 async def test_a_link_or_folder_in_place_of_a_chunk_is_a_miss(tmp_path):
@@ -333,7 +321,6 @@ async def test_a_link_or_folder_in_place_of_a_chunk_is_a_miss(tmp_path):
     two.mkdir()
     assert await load(backend, keys) == [False] * 2
     assert await backend.contains(keys_of(2)) == [False] * 2
-    await backend.close()
 
 
 @pytest.mark.parametrize(
@@ -400,7 +387,6 @@ async def test_a_failure_that_lasts_is_a_line_for_each_reason_in_ten_minutes(
     now_s[0] += 600
     assert await store(backend, keys_of(1)) == [False]
     assert caplog.records[-1].getMessage().endswith(": io_ENOSPC (18 more like it before)")
-    await backend.close()
 
 
 async def test_a_manifest_whose_call_is_cancelled_is_written_with_the_next_store(tmp_path):
@@ -416,7 +402,6 @@ async def test_a_manifest_whose_call_is_cancelled_is_written_with_the_next_store
     assert await store(backend, keys_of(1)) == [True]
     (path,) = tmp_path.glob("share/*/manifest.json")
     assert json.loads(path.read_text())["facts"] == {"model": "m"}
-    await backend.close()
 
 
 async def test_a_manifest_that_could_not_be_written_is_written_with_the_next_store(
@@ -430,4 +415,3 @@ async def test_a_manifest_that_could_not_be_written_is_written_with_the_next_sto
     assert await store(backend, keys_of(1)) == [True]
     (path,) = tmp_path.glob("share/*/manifest.json")
     assert json.loads(path.read_bytes())["facts"] == {"model": "m"}
-    await backend.close()

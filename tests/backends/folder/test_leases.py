@@ -56,8 +56,6 @@ async def test_a_process_that_was_stopped_stores_nothing_of_what_was_given_away(
     assert stored_bytes(tmp_path / "share") <= CAPACITY
     del one._housekeeper._turn
     assert await store_at_last(one, keys_of(2, "again"))
-    await one.close()
-    await two.close()
 
 
 async def test_a_process_whose_record_was_removed_as_it_wrote_it_says_why(tmp_path, caplog):
@@ -102,8 +100,6 @@ async def test_a_process_that_cannot_read_the_lease_says_it_once_and_tells_its_r
     assert told[0].endswith(f"; {remedy_of(OSError(error, ''))}")
     vfs.heal()
     assert await store_at_last(bad, keys_of(2, "again"))
-    await bad.close()
-    await good.close()
 
 
 async def test_a_process_stores_on_while_the_lease_cannot_be_read_for_a_moment(
@@ -123,8 +119,6 @@ async def test_a_process_stores_on_while_the_lease_cannot_be_read_for_a_moment(
     assert await store(bad, keys_of(12)) == [True] * 12
     assert caplog.records == []  # GlusterFS answers so while the evictor writes a lease
     assert await until(lambda: good.usage().resident_bytes == 12 * ON_DISK)
-    await bad.close()
-    await good.close()
 
 
 async def test_an_evictor_that_cannot_read_its_lease_once_makes_no_new_listing(tmp_path):
@@ -142,7 +136,6 @@ async def test_an_evictor_that_cannot_read_its_lease_once_makes_no_new_listing(t
     assert backend.counters()["lease_unusable"] == 1
     assert evictor.scans == scans
     assert len(evictor._oldest) > 8  # an eviction may have gone on meanwhile
-    await backend.close()
 
 
 async def test_a_failure_that_lasts_is_said_once_with_its_remedy(tmp_path, caplog):
@@ -153,7 +146,6 @@ async def test_a_failure_that_lasts_is_said_once_with_its_remedy(tmp_path, caplo
     told = [each.getMessage() for each in caplog.records]
     assert len(told) == 1
     assert told[0].endswith("; see whether its server is well, then mount it again")
-    await backend.close()
 
 
 async def test_a_process_that_comes_back_costs_no_chunk(tmp_path):
@@ -173,14 +165,12 @@ async def test_a_process_that_comes_back_costs_no_chunk(tmp_path):
     assert await store_at_last(one, keys_of(2, "again"))
     await asyncio.sleep(0.2)
     assert stored_bytes(root) >= stored - CAPACITY // 8
-    await one.close()
-    await two.close()
 
 
 async def test_a_record_that_a_listing_misses_costs_no_chunk(tmp_path):
     """GlusterFS leaves a file out that is replaced just then."""
     root = tmp_path / "share"
-    two, one = (open_folder(root, capacity=CAPACITY) for _ in range(2))
+    two, _ = (open_folder(root, capacity=CAPACITY) for _ in range(2))
     assert await evictions(two)
     records, evicted = two._records, two.counters()["evicted"]
     hosts, resident, missed = records.hosts, two.usage().resident_bytes, Counter()
@@ -198,8 +188,6 @@ async def test_a_record_that_a_listing_misses_costs_no_chunk(tmp_path):
     # A scan that misses a record as it begins counts so much more for what it does not know.
     assert two.usage().resident_bytes <= resident + two._housekeeper._evictor._of_newcomer
     assert two.counters()["evicted"] <= evicted + 8
-    await one.close()
-    await two.close()
 
 
 async def test_an_unreadable_record_of_one_process_keeps_others_from_nothing(tmp_path):
@@ -210,7 +198,6 @@ async def test_an_unreadable_record_of_one_process_keeps_others_from_nothing(tmp
     vfs.nth = 1
     assert await evictions(backend)
     assert "housekeeping_failed" not in backend.counters()
-    await backend.close()
 
 
 @pytest.mark.parametrize(("call", "name"), [("listdir", HOSTS), ("rename", LEASE)])
@@ -234,8 +221,6 @@ async def test_an_evictor_that_hung_in_its_turn_keeps_no_old_count(tmp_path, cal
     )
     evicting = one if one.usage().gauges["evictor"] else two
     assert await until(lambda: (evicting.usage().resident_bytes or 0) >= stored_bytes(root))
-    await one.close()
-    await two.close()
 
 
 async def test_times_on_a_slow_mount_are_renewed_in_many_turns(tmp_path, monkeypatch):
@@ -263,7 +248,6 @@ async def test_times_on_a_slow_mount_are_renewed_in_many_turns(tmp_path, monkeyp
         assert slept[0] - began_s < 0.5
         assert len(paths) >= min(turn, 40)
     assert backend.counters()["time_renewed"] == len(set(paths)) == 40
-    await backend.close()
 
 
 async def test_a_host_that_slept_stores_nothing_of_what_was_given_away(tmp_path, monkeypatch):
@@ -281,4 +265,3 @@ async def test_a_host_that_slept_stores_nothing_of_what_was_given_away(tmp_path,
     assert 59 < backend._records.age_s(written_ns) < 90
     del keeper._turn
     assert await store_at_last(backend, keys_of(2, "again"))
-    await backend.close()

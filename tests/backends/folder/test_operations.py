@@ -86,7 +86,6 @@ async def test_a_load_asks_for_the_facts_of_a_file_once_an_hour(counting, tmp_pa
         assert await load(backend, stored + shared) == [True] * 18
         asked.append(sum(call == "fstat" for call, _ in vfs.calls))
     assert asked == [9, 0, 0, 18]
-    await other.close()
 
 
 async def test_a_load_of_an_own_chunk_reads_its_file_and_not_past_the_end(tmp_path):
@@ -103,7 +102,6 @@ async def test_a_load_of_an_own_chunk_reads_its_file_and_not_past_the_end(tmp_pa
     assert await store(backend, keys) == [True] * 3
     assert await load(backend, keys) == [True] * 3
     assert asked == [(0, ALIGNED_BYTES + SIZE)] * 3
-    await backend.close()
 
 
 async def test_the_thread_that_moves_a_chunk_computes_its_checksum(tmp_path, monkeypatch):
@@ -123,7 +121,6 @@ async def test_the_thread_that_moves_a_chunk_computes_its_checksum(tmp_path, mon
     assert threads == dict.fromkeys(
         (("pack", "kvoffload-folder"), ("verdict", "kvoffload-folder")), 9
     )
-    await backend.close()
 
 
 async def test_another_hosts_chunk_is_looked_up_once(counting, tmp_path):
@@ -138,7 +135,6 @@ async def test_another_hosts_chunk_is_looked_up_once(counting, tmp_path):
     for expected in ({"lstat": 50}, {}):
         assert await backend.contains(keys) == [True] * 50
         assert vfs.taken() == expected
-    await other.close()
 
 
 def test_an_engine_asks_for_an_absent_chunk_once_in_two_seconds(tmp_path, until):
@@ -175,7 +171,6 @@ async def test_the_tail_of_a_job_is_written_first_and_so_leaves_first(tmp_path):
     assert answers == [True] * 9
     renamed = [path for call, path in vfs.calls if call == "rename" and "/." not in path]
     assert [path.rsplit("/")[-1] for path in renamed] == [key.hex() for key in keys[::-1]]
-    await backend.close()
 
 
 async def test_a_process_that_joins_during_a_scan_keeps_its_limit_and_its_bytes(tmp_path):

@@ -162,7 +162,6 @@ async def test_gc_removes_by_age_and_by_namespace(root):
     assert len((await admin(root).survey()).held) == 1
     backend = open_folder(root, "one")
     assert await load(backend, keys_of(8)) == [False] * 3 + [True] * 5
-    await backend.close()
 
 
 async def test_gc_erases_the_chunks_of_one_tenant(tmp_path):
@@ -187,12 +186,11 @@ async def test_a_purge_leaves_the_other_namespaces(root):
     assert await store(backend, keys_of(1)) == [True]
     assert await backend.purge(["two", "never seen"]) == 4
     assert [path.name for path in root.glob("*/manifest.json")] == ["manifest.json"]
-    await backend.close()
 
 
 async def test_doctor_measures_between_two_mounts(mounts, monkeypatch):
     monkeypatch.setattr(doctor, "_DEPTHS", (1, 2))
-    backend = open_folder(mounts[0] / "kv")
+    open_folder(mounts[0] / "kv")
     options = {"root": str(mounts[0] / "kv"), "capacity": "64MiB", "trust_parent_folders": True}
     other = str(mounts[1] / "kv")
     findings = await FolderAdmin({**options, "other_mount": other}).diagnose()
@@ -204,7 +202,6 @@ async def test_doctor_measures_between_two_mounts(mounts, monkeypatch):
     assert "seen after 0.0" in found["other host"].detail
     assert "GiB/s" in found["depth 2"].detail or "MiB/s" in found["depth 2"].detail
     assert sorted(p.name for p in (mounts[0] / "kv").iterdir()) == [".hosts", LEASE, ".store.json"]
-    await backend.close()
 
 
 @pytest.mark.parametrize("limits", ["size=64k", "size=64m,ro"])

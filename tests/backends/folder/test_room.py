@@ -122,7 +122,6 @@ async def test_a_listing_counts_once_what_its_process_stores_meanwhile(tmp_path)
     vfs.rename = rename
     assert await store(backend, [slow]) == [True]
     assert backend.usage().resident_bytes == stored_bytes(tmp_path / "share") == 12 * ON_DISK
-    await backend.close()
 
 
 async def test_a_listing_counts_once_what_its_process_began_to_store_before(tmp_path):
@@ -147,7 +146,6 @@ async def test_a_listing_counts_once_what_its_process_began_to_store_before(tmp_
     go.set()
     assert await task == [True]
     assert backend.usage().resident_bytes == stored_bytes(tmp_path / "share") == 5 * ON_DISK
-    await backend.close()
 
 
 async def test_a_listing_counts_another_hosts_chunk_whose_store_failed_here_meanwhile(tmp_path):
@@ -277,8 +275,6 @@ async def test_an_idle_evictor_hears_soon_of_a_process_that_stores(tmp_path, mon
         if stored > 200:
             break
     assert stored > 200
-    await one.close()
-    await two.close()
 
 
 async def test_a_mount_that_frees_room_late_is_not_emptied_meanwhile(tmp_path, monkeypatch):
@@ -386,7 +382,6 @@ async def test_an_eviction_whose_order_is_used_up_waits_for_the_next_listing_onl
                 break
         assert stored_bytes(root) <= 38 * ON_DISK
     assert evictor.scans > 2
-    await writer.close()
 
 
 async def one_shard(root):

@@ -32,8 +32,6 @@ async def test_a_chunk_of_one_host_is_found_and_read_by_the_other(mounts):
     assert await two.contains(keys) == [True] * 20
     assert await load(two, keys) == [True] * 20
     assert two.place != one.place
-    await one.close()
-    await two.close()
 
 
 async def test_the_capacity_holds_for_all_hosts_and_one_of_them_evicts(mounts, monkeypatch):
@@ -78,8 +76,6 @@ async def test_a_process_that_tells_late_has_its_room_reserved(mounts):
         assert stored_bytes(mounts[0] / "kv") <= 64 * ON_DISK
     assert stored > 0
     del two._housekeeper._turn
-    await one.close()
-    await two.close()
 
 
 async def test_the_least_recently_used_of_all_hosts_leave_first(mounts, monkeypatch):
@@ -110,8 +106,6 @@ async def test_what_another_host_evicted_is_a_miss_that_is_told_once(mounts):
     assert await one.contains(keys) == [False, True, True]
     assert one.take_removals() == []
     assert await store(one, keys) == [True] * 3
-    await one.close()
-    await two.close()
 
 
 @pytest.mark.parametrize("skew_s", [600, pytest.param(-600, marks=pytest.mark.chaos)])
@@ -133,8 +127,6 @@ async def test_a_dead_evictors_lease_ends_by_the_servers_clock(mounts, monkeypat
     keys = keys_of(4)
     assert await store(one, keys) == [True] * 4
     assert await load(two, keys) == [True] * 4
-    await one.close()
-    await two.close()
 
 
 async def test_an_evictor_that_closes_hands_over_at_once(mounts):
@@ -158,7 +150,6 @@ async def test_a_root_without_a_usable_lease_is_counted_again(mounts):
     two = open_folder(mounts[1] / "kv")
     assert await until(lambda: two.usage().resident_bytes == 10 * ON_DISK)
     assert await store(two, keys_of(1, "more")) == [True]
-    await two.close()
 
 
 async def test_a_use_is_written_to_the_files_time_once_an_hour(mounts, monkeypatch):
@@ -177,8 +168,6 @@ async def test_a_use_is_written_to_the_files_time_once_an_hour(mounts, monkeypat
     assert after[0] == before[0]
     assert abs(after[1] - time.time()) < 10
     assert two.counters()["time_renewed"] == 1
-    await one.close()
-    await two.close()
 
 
 async def test_hosts_with_a_secret_share_and_those_with_another_see_nothing(mounts, tmp_path):
