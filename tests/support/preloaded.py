@@ -203,7 +203,7 @@ def serve(folder: str, owner: int) -> list[str]:
                     os._exit(0)
         else:
             shutil.rmtree(folder)
-            sys.exit()
+            os._exit(0)  # to free all that was imported takes a second
     os.close(end)
     os.setsid()
     become(cwd, environment, streams)
