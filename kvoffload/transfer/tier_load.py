@@ -153,8 +153,8 @@ class _Part(Listener):
     def ended(self, ok: bytes, reason: str, settled: bool, io_time_s: float) -> None:
         self.arrived([n for n, good in enumerate(ok) if good])
         self._load.job.part_ended(self._reason or reason, settled, io_time_s)
-        if reason in _FINAL:
-            self._drop_followers(reason)
+        if not settled or reason in _FINAL:
+            self._drop_followers(reason or "deadline")
         elif self.followers:
             self._used()
 
@@ -177,7 +177,7 @@ class _Part(Listener):
             part.begin()
 
     def _drop_followers(self, reason: str) -> None:
-        """End the parts that would read into slots which a late read may still use."""
+        """End the parts that would read into slots which the server may still use."""
         left = list(self.followers)
         while left:
             part = left.pop()

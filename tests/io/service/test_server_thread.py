@@ -93,8 +93,11 @@ def test_slots_are_free_only_once_a_call_that_hangs_as_the_server_ends_has_retur
     attached.sock.close()
 
 
+@pytest.mark.parametrize(
+    ("slots", "loaded", "later"), [(24, 10, ["b"]), (12, 6, [])], ids=["a store", "its own turns"]
+)
 def test_a_disk_that_hangs_stores_no_byte_of_what_an_engine_put_into_the_slots_later(
-    tmp_path, monkeypatch, attach, until
+    tmp_path, monkeypatch, attach, until, slots, loaded, later
 ):
     """It was to store nearer what a farther disk had brought, after the load was given up."""
     path, near, far = str(tmp_path / "s"), tmp_path / "near", tmp_path / "far"
@@ -107,7 +110,7 @@ def test_a_disk_that_hangs_stores_no_byte_of_what_an_engine_put_into_the_slots_l
         return pwritev(fd, *args)
 
     _, thread, end = started_in_a_thread(path, far)
-    engine = attach(path, slots=24)
+    engine = attach(path, slots=slots)
     engine.store("a")
     end()
     thread.join(20)
@@ -116,9 +119,10 @@ def test_a_disk_that_hangs_stores_no_byte_of_what_an_engine_put_into_the_slots_l
     with monkeypatch.context() as patched:
         patched.setattr(Vfs, "pwritev", staticmethod(hanging))
         engine.wait_at_most(0.5)
-        assert engine.load("a") == 10
+        assert engine.load("a") == loaded
         assert hung
-        engine.store("b")
+        for name in later:
+            engine.store(name)
         go_on.set()
     engine.check()
     end()
