@@ -403,9 +403,10 @@ class IOClient:
                 if self._memory is memory:
                     self._link.push(frame(Release(message.loan)))
 
-        job = self._jobs.arriving(message.job, message.numbers)
+        job = self._jobs.unanswered.get(message.job)
         if job and not (isinstance(job.order, Load) and job.order.may_lend):
             raise ValueError("a loan that was not asked for: its slots would have other bytes")
+        self._jobs.arriving(message.job, message.numbers)
         loan = memory.borrow(message.numbers, message.starts, release)
         if job:
             job.listener.lent(loan)
