@@ -29,16 +29,15 @@ def run_apart(run: Callable[[], None]) -> None:
         _run_and_tell(run, there)
     os.close(there)
 
-    def end(*_: object) -> NoReturn:
+    def end(number: int, _: object) -> NoReturn:
+        _ignore_more()
         os.kill(child, signal.SIGTERM)
-        os._exit(128 + signal.SIGTERM)
-
-    signal.signal(signal.SIGTERM, end)
-    try:
-        told = os.read(here, 1)
-    except KeyboardInterrupt:  # the child has got it too
-        told = b"\x82"
         select.select([here], [], [], _TIDY_S)
+        os._exit(128 + number)
+
+    signal.signal(signal.SIGINT, end)
+    signal.signal(signal.SIGTERM, end)
+    told = os.read(here, 1)
     if not told:
         _, status = os.waitpid(child, 0)
         sys.exit(128 - os.waitstatus_to_exitcode(status))
@@ -48,6 +47,8 @@ def run_apart(run: Callable[[], None]) -> None:
 def _run_and_tell(run: Callable[[], None], there: int) -> NoReturn:
     code: object = 1
     try:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to the parent as well
+        signal.signal(signal.SIGTERM, _interrupt)
         run()
         code = 0
     except SystemExit as ending:
@@ -58,8 +59,25 @@ def _run_and_tell(run: Callable[[], None], there: int) -> NoReturn:
     except BaseException:
         traceback.print_exc()
     finally:
-        nowhere = os.open(os.devnull, os.O_RDWR)
-        for stream in (1, 2):  # a reader of its output waits for their end
-            os.dup2(nowhere, stream)
+        _give_up_output()
         os.write(there, bytes([int(str(code))]))
         os._exit(0)
+
+
+def _interrupt(*_: object) -> NoReturn:
+    """Let the command remove what it made, once."""
+    _ignore_more()
+    _give_up_output()
+    raise KeyboardInterrupt
+
+
+def _ignore_more() -> None:
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+
+
+def _give_up_output() -> None:
+    """Write nowhere from now on: a reader of the output waits for its end."""
+    nowhere = os.open(os.devnull, os.O_RDWR)
+    for stream in (1, 2):
+        os.dup2(nowhere, stream)

@@ -247,13 +247,27 @@ def test_the_command_ends_while_its_call_on_a_frozen_disk_does_not(tmp_path):
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_ends_the_command_while_its_call_hangs(tmp_path, number):
+@pytest.mark.parametrize("send", [os.kill, os.killpg])  # a terminal sends it to the child as well
+def test_a_signal_ends_the_command_and_its_output_while_its_call_hangs(tmp_path, number, send):
+    program = f"from kvoffload.backends import admin; admin.HUNG_S = 600.0; {PROGRAM}"
     with hung_mount(tmp_path) as server:
-        words = [sys.executable, "-c", PROGRAM, "doctor", str(tmp_path)]
-        started = subprocess.Popen(words, stderr=subprocess.DEVNULL, start_new_session=True)
+        words = [sys.executable, "-c", program, "doctor", str(tmp_path)]
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        started = subprocess.Popen(words, start_new_session=True, **pipes)
         os.read(server, 1 << 20)  # its first look at the mount
-        if number == signal.SIGINT:  # a terminal sends Control-C to the child as well
-            os.killpg(started.pid, number)
-        else:
-            started.send_signal(number)
-        assert started.wait(60) == 128 + number
+        send(started.pid, number)
+        assert started.communicate(timeout=60) == (b"", b"")
+        assert started.returncode == 128 + number
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("kind", ["disk", "folder"])
+def test_a_signal_leaves_no_scratch_folder(tmp_path, until, kind, number):
+    root = tmp_path / "kv"
+    root.mkdir(mode=0o700)
+    words = [sys.executable, "-c", PROGRAM, "doctor", "--type", kind, "-o", f"root={root}"]
+    started = subprocess.Popen([*words, "-o", f"capacity={SIZE}"], stdout=subprocess.DEVNULL)
+    until(lambda: os.listdir(root))
+    started.send_signal(number)
+    started.wait(60)
+    until(lambda: not os.listdir(root))
