@@ -78,8 +78,8 @@ async def diagnose(
     findings: list[Finding] = []
     try:
         findings += await answered(root, _examined, root, options)
-        await answered(root, os.mkdir, scratch, 0o700)
         try:
+            await answered(root, os.mkdir, scratch, 0o700)
             findings += await answered(root, _times, scratch)
             if other:
                 there = scratch.replace(root, other, 1)

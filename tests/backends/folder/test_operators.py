@@ -1,9 +1,11 @@
 """The operators' commands on a shared folder: they read it as they read a disk tier's root."""
 
+import asyncio
 import contextlib
 import json
 import os
 import secrets
+import threading
 import time
 
 import pytest
@@ -219,6 +221,23 @@ async def test_doctor_tells_of_a_mount_that_takes_no_file(tmp_path, limits):
     assert told.verdict == "failed"
     remedies = ("Read-only", "mount it for writing"), ("No space", "make space on it")
     assert any(why in told.detail and what in told.remedy for why, what in remedies)
+
+
+async def test_control_c_while_doctor_makes_its_scratch_folder_leaves_none(root, monkeypatch):
+    loop, mkdir = asyncio.get_running_loop(), os.mkdir
+    examined = asyncio.ensure_future(admin(root, trust_parent_folders=True).diagnose())
+    began = threading.Event()
+
+    def slow(*given):  # as on a mount far away
+        loop.call_soon_threadsafe(lambda: (examined.cancel(), began.set()))
+        assert began.wait(60)
+        mkdir(*given)
+
+    before = sorted(os.listdir(root))
+    monkeypatch.setattr(os, "mkdir", slow)
+    with pytest.raises(asyncio.CancelledError):
+        await examined
+    assert sorted(os.listdir(root)) == before
 
 
 async def test_doctor_finds_another_folder_in_place_of_the_other_mount(tmp_path, monkeypatch):
