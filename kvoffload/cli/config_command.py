@@ -86,7 +86,7 @@ def check(
 
     Exit codes: 0 right, perhaps with warnings; 1 a tier failed; 2 a setting is wrong.
     """
-    config, warnings = checked(given, engine)
+    config, warnings = checked(*all_given(given, engine), engine)
     findings = examined(config.serve, config.backends) if probe else {}
     failed = [
         name for name, tier in findings.items() if any(each.verdict == "failed" for each in tier)
@@ -119,13 +119,15 @@ def print_json(warnings: list[str], findings: Mapping[str, list[Finding]]) -> No
     print(json.dumps({"warnings": warnings, "tiers": found}))
 
 
-def checked(given: str | None, engine: Engine) -> tuple[OffloadConfig, list[str]]:
-    """Read settings as an engine does at its start; return them, and what to warn of.
+def checked(
+    whole: Mapping[str, Any], source: str, engine: Engine
+) -> tuple[OffloadConfig, list[str]]:
+    """Read what was given as an engine does at its start; return it, and what to warn of.
 
     Raises:
         ConfigError: a setting is wrong.
     """
-    config, _, whole = _read(given, engine)
+    config, _ = _read(whole, source, engine)
     check_plugins(config)
     return config, list(_of_sglang(whole) if engine is Engine.SGLANG else _warnings(whole))
 
@@ -136,7 +138,7 @@ def show(given: Given = None, engine: ForEngine = Engine.VLLM, as_json: AsJson =
 
     Exit codes: 0 shown; 2 a setting is wrong.
     """
-    config, sources, _ = _read(given, engine)
+    config, sources = _read(*all_given(given, engine), engine)
     rows = [
         (field.name, _plain_data(field.name, getattr(config, field.name)))
         for field in msgspec.structs.fields(config)
@@ -238,20 +240,19 @@ def all_given(given: str | None, engine: Engine) -> tuple[dict[str, Any], str]:
 
 
 def _read(
-    given: str | None, engine: Engine
-) -> tuple[OffloadConfig, dict[str, str], Mapping[str, Any]]:
-    """Return the settings, the source of each, and all that was given."""
-    whole, source = all_given(given, engine)
+    whole: Mapping[str, Any], source: str, engine: Engine
+) -> tuple[OffloadConfig, dict[str, str]]:
+    """Return the settings, and the source of each."""
     if OF_SERVER in whole:
         remedy = "has the settings of a server; kvoffload serve --config FILE --check reads them"
         raise ConfigError("settings", source, remedy)
     kind = SETTINGS[engine]
     if engine is Engine.SGLANG:
         settings, sources = gather_settings(whole, source)
-        return parse_config(settings, kind), sources, whole
+        return parse_config(settings, kind), sources
     extra = whole.get(_INNER, {}) if _INNER in whole or "kv_connector" in whole else whole
     settings, sources = gather(extra, kind.__struct_fields__, source=source)
-    return parse_config(settings, kind), sources, whole
+    return parse_config(settings, kind), sources
 
 
 def _warnings(whole: Mapping[str, Any]) -> Iterator[str]:

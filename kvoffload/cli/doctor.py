@@ -92,13 +92,13 @@ def _of_store(target: str | None, kind: str | None, option: list[str] | None) ->
 
 def _of_settings(given: str, engine: Engine, as_json: bool) -> list[Finding]:
     """Examine every tier of the settings, print the findings and return all of them."""
-    whole, _ = all_given(given, engine)
+    whole, source = all_given(given, engine)
     warnings: list[str] = []
     if OF_SERVER in whole:
         served = read_serve_config(whole)
         by_tier = examined(served.socket, served.backends)
     else:
-        config, warnings = checked(given, engine)
+        config, warnings = checked(whole, source, engine)
         by_tier = examined(config.serve, config.backends)
     if as_json:
         print_json(warnings, by_tier)

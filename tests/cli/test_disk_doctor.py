@@ -219,6 +219,15 @@ def test_what_a_script_reads_has_one_line_for_each_check(root, monkeypatch):
     assert "an engine opened with this one evicts" in space[4]
 
 
+def test_a_settings_file_that_others_may_change_is_warned_about_once(root, tmp_path, caplog):
+    tiers = [{"type": "disk", "root": str(root), "capacity": "1GiB"}]
+    path = tmp_path / "settings.json"
+    path.write_text(json.dumps({"cpu_bytes": "64MiB", "backends": tiers}))
+    path.chmod(0o666)
+    answered("doctor", "--config", str(path), code=0)
+    assert caplog.text.count("chmod go-w") == 1
+
+
 def test_a_mount_that_hangs_is_a_finding_of_each_tier_on_it(tmp_path, monkeypatch):
     monkeypatch.setattr(admin, "HUNG_S", 1.0)
     kinds = "disk", "folder"
