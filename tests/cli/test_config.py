@@ -273,7 +273,7 @@ def test_a_probe_examines_each_tier(tmp_path):
     assert "failed" in out
 
 
-def test_settings_of_a_server_are_known_as_such(kvoffload, tmp_path):
+def test_settings_of_a_server_are_known_as_such(tmp_path):
     file, root = tmp_path / "serve.json", tmp_path / "root"
     root.mkdir(0o700)
     disk = {"type": "disk", "root": str(root), "capacity": "1GiB"}
