@@ -112,7 +112,8 @@ def test_an_answer_is_believed_for_two_seconds_and_asked_for_again_after_them(pr
         now[0] = 0.0
         assert answer(prober, key, until) is present
         now[0] = 1.99
-        assert prober.holds(key) is present
+        listing = prober.listing
+        assert prober.holds(key) is present, (listing, vars(prober), vars(prober._cache))
         now[0] = 2.0
         assert prober.holds(key) is None
         assert answer(prober, key, until) is present
