@@ -221,6 +221,10 @@ def test_of_windows_alone_the_last_chunk_tells():
     media = {(0, 8): "DISK", (0, 9): "CPU"}
     assert groups.tokens_by_medium(4, 40, media) == {"CPU": 36}
     assert dict(groups.tokens_by_medium(40, 40, media)) == {}
+    # Chunks in null blocks are not loaded: the first here, or all of a group that is not alone.
+    assert groups.tokens_by_medium(4, 40, {(0, 9): "DISK"}) == {"DISK": 36}
+    both = groups_of(WINDOW, NARROW)
+    assert both.tokens_by_medium(4, 40, {(1, 9): "DISK"}) == {"CPU": 36}
 
 
 # ---- which blocks --------------------------------------------------------------------------------

@@ -211,14 +211,15 @@ class ChunkGroups:
         """Say from where the tokens of a loaded prefix came.
 
         The group that reads everything tells; where all have windows, the chunk they end with.
+        Chunks of windows in null blocks were not loaded.
         """
         if end <= start:
             return Counter()
         group = self.by_reach[0]
         chunks = group.chunks(group.needed(start, end))
-        of_chunks = [media[group.index, chunk] for chunk in chunks]
         if not group.reads_all:
-            return Counter({of_chunks[-1] if of_chunks else "CPU": end - start})
+            return Counter({media.get((group.index, chunks.stop - 1), "CPU"): end - start})
+        of_chunks = [media[group.index, chunk] for chunk in chunks]
         tokens = Counter(of_chunks)
         for medium in tokens:
             tokens[medium] *= group.chunk_tokens
