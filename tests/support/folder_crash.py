@@ -69,9 +69,15 @@ def campaign(roots: list[str], kills: int, seed: int, capacity: int, keys: int =
     alive: dict[int, tuple[int, float]] = {}
     failed = most = done = 0
     look_s = 0.0
-    free = list(range(len(roots) * WRITERS))
-    while done < kills or alive:
-        while free and done + len(alive) < kills:
+    writers = len(roots) * WRITERS
+    free = list(range(writers))
+
+    def told() -> list[int]:
+        return [sum(figures[i::4][: writers + 1]) for i in range(4)]
+
+    # On a fast machine many die before they have stored: then more are killed.
+    while alive or done < kills or told()[0] <= kills:
+        while free and (done + len(alive) < kills or told()[0] <= kills):
             place = free.pop()
             figures[_OPENED + place] = rng.random() < 0.2  # some die while they open the root
             pid = os.fork()
@@ -99,8 +105,7 @@ def campaign(roots: list[str], kills: int, seed: int, capacity: int, keys: int =
         time.sleep(0.001)
     time.sleep(0.4)  # until their leases and unfinished files are old
     found, leftovers = asyncio.run(_after(roots[0], names, figures, capacity))
-    totals = [sum(figures[i::4][: len(roots) * WRITERS + 1]) for i in range(4)]
-    return Report(kills, *totals[:3], totals[3], failed, most, found, leftovers)
+    return Report(done, *told(), failed, most, found, leftovers)
 
 
 def _child(
