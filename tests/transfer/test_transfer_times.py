@@ -70,12 +70,15 @@ class Half:
         """The transfer engine, over tiers."""
         return TransferEngine(io, self.slab, self.layout, self.copier)
 
-    def busy_engine(self, monkeypatch):
-        """Copies submitted from now on wait for a forward pass."""
+    def busy_engine(self, monkeypatch, begins=lambda: None):
+        """Copies submitted from now on wait for a forward pass.
+
+        On a CPU it takes its time once ``begins`` returns: all threads here have one clock.
+        """
         self.device.engine.enqueue(lambda: self._clock.sleep(WAIT_S))
         if isinstance(self.copier, CpuCopier):
             fence = CopyFence()
-            monkeypatch.setattr(fence, "wait", lambda: self._clock.sleep(WAIT_S))
+            monkeypatch.setattr(fence, "wait", lambda: (begins(), self._clock.sleep(WAIT_S)))
             monkeypatch.setattr(self.copier, "record_fence", lambda: fence)
 
 
@@ -138,7 +141,7 @@ def test_a_load_from_a_tier_took_its_reads_and_the_last_copy(half, clock, monkey
 
     store.read = slow_read
     engine = half.engine(io)
-    half.busy_engine(monkeypatch)
+    half.busy_engine(monkeypatch, lambda: until(lambda: not io._jobs.unanswered))
     loop_of(io).call_soon_threadsafe(clock.sleep, WAIT_S)
     source = CPULoadStoreSpec([0, 1], [Fetch("store", (0, 1), KEYS)])
     engine.transfer_async(1, (source, GPULoadStoreSpec([1, 2, 3, 4])))
