@@ -26,12 +26,14 @@ from kvoffload.backends.disk.backend import DiskBackend, DiskOptions
 from kvoffload.backends.disk.paths import shard_of
 from kvoffload.backends.disk.vfs import Vfs
 from kvoffload.backends.folder.backend import FolderBackend, FolderOptions
-from kvoffload.backends.header import checksum
+from kvoffload.backends.folder.places import temporary_of
+from kvoffload.backends.header import ALIGNED_BYTES, checksum
 from kvoffload.config import ByteSize
 from kvoffload.testing.backends import keys_of
 
 TOTAL_BYTES = 128 << 20
 SIZE = 2 << 20
+FILE_BYTES = ALIGNED_BYTES + SIZE
 ROUNDS = 7
 THREADS = 16
 """The default of the backend."""
@@ -124,10 +126,14 @@ async def _transfers(scratch: str, count: int) -> list[Row]:
 
 
 def _fio_seconds(folder: str, verb: str, count: int) -> float:
-    """Return how long ``fio`` takes to write or read so many files, its start left out."""
+    """Return how long ``fio`` takes to write or read so many files of the tier's length.
+
+    Its start is left out.
+    """
     os.makedirs(folder, exist_ok=True)
     settings = {
-        "name": "chunks", "directory": folder, "rw": verb, "bs": SIZE, "filesize": SIZE,
+        "name": "chunks", "directory": folder, "rw": verb, "bs": FILE_BYTES,
+        "filesize": FILE_BYTES,
         "nrfiles": count // THREADS, "numjobs": THREADS, "openfiles": 1, "ioengine": "psync",
         "file_service_type": "sequential", "create_on_open": int(verb == "write"),
         "fallocate": "none", "invalidate": 0, "thread": 1, "group_reporting": 1,
@@ -168,7 +174,7 @@ class _Plain:
         os.mkdir(folder)
         self._folder, self._slots = folder, slots
         self._pool = ThreadPoolExecutor(THREADS)
-        self._header = memoryview(mmap.mmap(-1, 4096))
+        self._header = memoryview(mmap.mmap(-1, ALIGNED_BYTES))
 
     async def store(self) -> None:
         await self._each(self._write)
@@ -221,7 +227,8 @@ class _SameWork(_Plain):
 
     def _write(self, i: int) -> None:
         checksum(self._slots[i])
-        self._fill(temporary := f"{self._path(i)}.new", i)
+        shard, name = os.path.split(self._path(i))
+        self._fill(temporary := f"{shard}/{temporary_of(name, 'loop', i)}", i)
         os.rename(temporary, self._path(i))
 
     def _read(self, i: int) -> None:

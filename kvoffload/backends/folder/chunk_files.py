@@ -16,7 +16,7 @@ from kvoffload.backends.disk.chunk_file import continued, reason_of, strangeness
 from kvoffload.backends.disk.paths import shard_of
 from kvoffload.backends.disk.vfs import Vfs
 from kvoffload.backends.folder.mount import Turn
-from kvoffload.backends.folder.places import STORE
+from kvoffload.backends.folder.places import STORE, temporary_of
 from kvoffload.backends.frames import Frames
 from kvoffload.backends.header import ALIGNED_BYTES, Header, is_key, parse_header
 
@@ -140,7 +140,8 @@ class ChunkFiles:
         Some mounts tell of a full disk only as the file is closed: it gets its name afterwards.
         """
         vfs, path = self._vfs, self.path_of(key)
-        temporary = f"{os.path.dirname(path)}/.{self._token}-{next(self._numbers)}"
+        shard, name = os.path.split(path)
+        temporary = f"{shard}/{temporary_of(name, self._token, next(self._numbers))}"
         try:
             fd = self._create(temporary)
         except OSError as error:

@@ -9,7 +9,7 @@
       <namespace digest, hex>/     as the disk tier has it: see :mod:`kvoffload.backends.disk.paths`
         manifest.json
         <2 hex digits>/<key, hex>  the chunks
-        <2 hex digits>/.<token>-N  a chunk that is being written
+        <2 hex digits>/.<key, hex>.<token>-N   a chunk that is being written
 
 Names of chunks are lower case only, so a mount that ignores case keeps them apart.
 """
@@ -27,11 +27,29 @@ LEFTOVERS = (NEW, ".fuse_hidden", ".nfs")
 file that is removed while it is open. On a full mount sshfs leaves one after each failed store."""
 
 
+_LONG = 200
+"""Names of files have 255 characters at most."""
+
+
 def record_of(token: str) -> str:
     """Return the name of an engine's record, below the root."""
     return f"{HOSTS}/{token}.json"
 
 
+def temporary_of(name: str, token: str, number: int) -> str:
+    """Return the name of a chunk's file while it is written.
+
+    GlusterFS chooses a file's brick by its name, and takes this form for ``name``. Else two files
+    of three would change their brick as they are renamed, and need a second question ever after.
+    """
+    return f".{name}.{token}-{number}" if len(name) <= _LONG else f".{token}-{number}"
+
+
 def is_temporary(name: str) -> bool:
     """Return whether a file in a shard is a chunk that was being written."""
     return name.startswith(".")
+
+
+def is_temporary_of(name: str, token: str) -> bool:
+    """Return whether it is one of this process."""
+    return is_temporary(name) and f".{token}-" in name

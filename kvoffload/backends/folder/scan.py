@@ -11,7 +11,7 @@ from kvoffload.backends.disk.chunk_file import bytes_on_disk
 from kvoffload.backends.disk.paths import SHARDS, is_namespace
 from kvoffload.backends.disk.vfs import Vfs
 from kvoffload.backends.disk.walker import shard_of_files
-from kvoffload.backends.folder.places import HOSTS, LEFTOVERS, is_temporary
+from kvoffload.backends.folder.places import HOSTS, LEFTOVERS, is_temporary, is_temporary_of
 from kvoffload.backends.folder.records import Records
 from kvoffload.backends.folder.tenants import Tag, Tags
 from kvoffload.backends.header import ALIGNED_BYTES
@@ -122,7 +122,7 @@ class Scan:
         return sorted(there, reverse=True)
 
     def _scan(self) -> Iterator[bool]:
-        own = f".{self._records.token}-"
+        token = self._records.token
         for folder in filter(is_namespace, self._vfs.listdir(self._root)):
             for name in SHARDS:
                 listed, path = [], f"{self._root}/{folder}/{name}"
@@ -148,7 +148,7 @@ class Scan:
                     self._remember(OldFile(used_ns, size, folder, shard.name, key, tag))
                 for stray in filter(is_temporary, shard.strays):
                     unfinished = self._unfinished(f"{shard.path}/{stray}")
-                    if not stray.startswith(own):  # what its process stores counts elsewhere
+                    if not is_temporary_of(stray, token):  # its process counts what it stores
                         self.total_bytes += unfinished
                 yield True
         for folder in (self._root, f"{self._root}/{HOSTS}"):

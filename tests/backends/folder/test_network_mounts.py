@@ -15,6 +15,7 @@ from kvoffload.backends.folder import doctor
 from kvoffload.backends.folder.admin import FolderAdmin
 from kvoffload.testing.backends import keys_of, slots
 from tests.backends.folder.test_backend import FolderSuite
+from tests.support import gluster_mounts
 from tests.support.network_mounts import KINDS
 
 pytestmark = pytest.mark.chaos
@@ -95,6 +96,24 @@ class TestMounted(FolderSuite):
         self._opened = []
 
     settings = {"trust_parent_folders": True}  # noqa: RUF012
+
+
+def test_no_file_of_glusterfs_changes_its_brick_as_it_gets_its_name(tmp_path):
+    with gluster_mounts.gluster_mounts(tmp_path) as made:
+        if made is None:
+            pytest.skip(gluster_mounts.MISSING)
+        asyncio.run(_stored(made[0] / "kv", keys := keys_of(60)))
+        names = {key.hex() for key in keys}
+        # Else a brick keeps an empty file of the name, which tells where the chunk is.
+        files = [path for path in tmp_path.glob("brick-*/kv/*/*/*") if path.name in names]
+        assert len(files) == 60
+        assert len({path.parents[3] for path in files}) == 3
+
+
+async def _stored(root, keys):
+    backend = open_folder(root)
+    assert await store(backend, keys) == [True] * len(keys)
+    await backend.close()
 
 
 @pytest.mark.parametrize("kind", KINDS)
