@@ -417,7 +417,7 @@ def test_a_disk_that_hangs_costs_no_deadline_once_it_counts_as_dead(
     until(lambda: store.num_leading(keys(20)) == 20)
 
     def hang(*asked):
-        if threading.current_thread().name != "kvoffload-disk":  # which reads the ledger
+        if "-load_" in threading.current_thread().name:  # another one reads facts, at the start
             begun.append(asked)
             may_end.wait(60)
         return read(*asked)
