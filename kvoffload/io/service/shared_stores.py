@@ -171,6 +171,10 @@ class SharedStores:
             task.cancel()
         if shared.late:
             await asyncio.wait(shared.late.values())
+        try:
+            self._last |= _used(shared.store)  # of an engine that leaves, the last look is too old
+        except Exception as error:  # a plug-in's
+            log.warning("the last figures of a store cannot be read: %r", error)
         await close_stores([OpenStore(namespace, shared.store)], CLOSE_S)
         if self._closing.get(namespace) is asyncio.current_task():
             del self._closing[namespace]
@@ -185,15 +189,11 @@ class SharedStores:
             if (used_bytes := memory.bytes_of(namespace)) is not None:
                 yield NAMESPACE_BYTES, (short(namespace),), used_bytes
             if opening.done() and not opening.cancelled() and opening.exception() is None:
-                for name, layer in opening.result().store.observed():
+                store = opening.result().store
+                for name, layer in store.observed():
                     events.update({(name, why): n for why, n in layer.counters().items()})
-                    if name != MEMORY:  # a root tells of all its namespaces together
-                        used = layer.usage()
-                        if used.resident_bytes is not None:
-                            resident = RESIDENT_BYTES, name
-                            now[resident] = max(now[resident], used.resident_bytes)
-                        if used.capacity_bytes is not None:
-                            now[CAPACITY_BYTES, name] = used.capacity_bytes
+                for figure, value in _used(store).items():
+                    now[figure] = max(now[figure], value)
         names = {tier.name for tier in self.backends}
         self._last = {of: n for of, n in (self._last | now).items() if of[1] in names}
         for (metric, name), value in self._last.items():
@@ -207,6 +207,19 @@ class SharedStores:
             self._close_unused(namespace)
         if self._closing:
             await asyncio.wait(self._closing.values())
+
+
+def _used(store: Layers) -> dict[tuple[str, str], int]:
+    """Return how full the backends of a store are; a root tells of all its namespaces together."""
+    used = dict[tuple[str, str], int]()
+    for name, layer in store.observed():
+        if name != MEMORY:
+            usage = layer.usage()
+            if usage.resident_bytes is not None:
+                used[RESIDENT_BYTES, name] = usage.resident_bytes
+            if usage.capacity_bytes is not None:
+                used[CAPACITY_BYTES, name] = usage.capacity_bytes
+    return used
 
 
 def _has_index(tier: TierSettings) -> bool:

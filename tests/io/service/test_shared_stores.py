@@ -353,5 +353,11 @@ async def test_a_backend_has_its_figures_as_long_as_it_is_a_setting(tmp_path):
     await view.close()
     await stores.close()
     assert told() == before
+    view, more = await opened(stores), keys_of(1, "more")
+    assert await view.write(more, filled(more)) == [True]
+    disk_bytes = view.usage().gauges["disk_bytes"]
+    await view.close()
+    await stores.close()
+    assert (RESIDENT_BYTES, "disk", disk_bytes) in told() - before, "as it was at the end"
     stores.backends = ()
     assert {name for _, name, _ in told()} == {"memory"}
