@@ -13,6 +13,7 @@ from kvoffload import open_backend
 from kvoffload.backends import admin
 from kvoffload.backends.disk.paths import BOUNDS, LEDGER
 from kvoffload.testing.backends import filled, keys_of
+from tests.support import sshfs_mounts
 from tests.support.hung_mount import frozen_disk, hung_mount
 
 
@@ -76,6 +77,16 @@ async def test_beside_a_full_engine_nothing_is_alarming(tmp_path):
 
 SLOW = ("throughput", "file system")
 """What a test cannot know of the machine it runs on."""
+
+
+def test_a_mounted_folder_is_told_of_the_tiers_that_hosts_share(tmp_path):
+    with sshfs_mounts.sshfs_mounts(tmp_path) as mounts:
+        if mounts is None:
+            pytest.skip(sshfs_mounts.MISSING)
+        found = findings("--type", "disk", "-o", f"root={mounts[0]}")["file system"]
+    assert (found["verdict"], found["detail"].partition(":")[0]) == ("warning", "fuse.sshfs")
+    for shared in ("folder", "redis", "object"):
+        assert shared in found["remedy"]
 
 
 def test_a_folder_of_something_else_is_refused_and_left_alone(tmp_path):

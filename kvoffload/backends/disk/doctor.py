@@ -139,7 +139,7 @@ def _medium(root: str) -> Finding:
     return first_of(
         "file system",
         (kind.split(".")[0] in _SHARED, "warning", f"{kind}: locks and sizes may be unreliable",
-         "use a local disk; hosts that share chunks do so through Redis"),
+         "use a local disk; hosts share chunks by a tier of type folder, redis or object"),
         (kind in _IN_MEMORY, "warning", f"{kind}: gone with the next boot",
          "it suits several engines that share it; one engine alone uses cpu_bytes better"),
         (True, "ok", kind, ""),
