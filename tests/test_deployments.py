@@ -191,6 +191,20 @@ def pod_labels(deployment):
     return deployment["spec"]["template"]["metadata"]["labels"]
 
 
+@pytest.mark.parametrize(
+    "name", ["kubernetes/serve", "kubernetes/vllm", "folder/vllm", "object/vllm"]
+)
+def test_no_other_pod_reaches_a_port_of_the_pods(name):
+    """Neither vLLM's API nor a page of metrics has a password."""
+    yaml = pytest.importorskip("yaml", reason="PyYAML is not installed")
+    parts = list(yaml.safe_load_all((EXAMPLES / f"{name}.yaml").read_text()))
+    (pods,) = (part for part in parts if "template" in part.get("spec", {}))
+    (policy,) = (part["spec"] for part in parts if part["kind"] == "NetworkPolicy")
+    assert policy["podSelector"]["matchLabels"].items() <= pod_labels(pods).items()
+    assert policy["policyTypes"] == ["Ingress"]
+    assert all(each["from"] and each["ports"] for each in policy["ingress"])
+
+
 def test_the_manifest_mounts_what_its_settings_name():
     yaml = pytest.importorskip("yaml", reason="PyYAML is not installed")
     parts = list(yaml.safe_load_all((EXAMPLES / "kubernetes" / "vllm.yaml").read_text()))

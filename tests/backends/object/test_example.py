@@ -41,7 +41,7 @@ def test_the_steps_try_the_tier_on_the_server_of_the_compose_file(s3, monkeypatc
 
 def test_the_manifest_the_rights_and_the_rule_belong_together():
     yaml = pytest.importorskip("yaml", reason="PyYAML is not installed")
-    account, settings, deployment = yaml.safe_load_all((EXAMPLE / "vllm.yaml").read_text())
+    account, settings, deployment, _ = yaml.safe_load_all((EXAMPLE / "vllm.yaml").read_text())
     config = json.loads(settings["data"]["kvoffload.json"])
     check_plugins(parse_config(config, VllmConfigSettings))
     disk, bucket = config["backends"]
