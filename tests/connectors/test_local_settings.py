@@ -91,9 +91,10 @@ def test_weights_that_nothing_tells_are_no_fact(kv_caches, tmp_path, untold):
     (tmp_path / "model.ckpt").write_bytes(b"weights")
     facts = {"dtype": "float32", "weights": folder_digest(tmp_path) if untold is None else untold}
     tier = {"type": "memory", "capacity": "1MiB"}
-    settings = {"cpu_bytes": "64KiB", "backends": [tier], "io": "thread"}
-    with pytest.raises(ConfigError, match=r"facts\.weights.*name them"):
-        LocalConnector(settings, kv_caches, block_size=BLOCK, facts=facts)
+    for tiers in ({"backends": [tier], "io": "thread"}, {"serve": str(tmp_path / "server")}):
+        settings = {"cpu_bytes": "64KiB", **tiers}
+        with pytest.raises(ConfigError, match=r"facts\.weights.*name them"):
+            LocalConnector(settings, kv_caches, block_size=BLOCK, facts=facts).close()
 
 
 @pytest.mark.parametrize("value", [1.5, ["a"], {"x": 1}, np.int64(3)])

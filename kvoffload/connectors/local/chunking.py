@@ -398,7 +398,7 @@ def check_facts(facts: Mapping[str, Fact], config: OffloadConfig) -> None:
         if not isinstance(value, Fact):
             remedy = "must be a text, a whole number, true or false, bytes or None"
             raise ConfigError(f"facts.{name}", value, remedy)
-    if config.backends and facts.get("weights", True) in (None, ""):
+    if config.has_tiers and facts.get("weights", True) in (None, ""):
         # As of folder_digest, for a folder without weights that it knows, or that it cannot read.
         remedy = "tells no weights, so other models would load these chunks: name them, as by a tag"
         raise ConfigError("facts.weights", facts["weights"], remedy)
