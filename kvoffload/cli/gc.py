@@ -45,8 +45,8 @@ def command(
 ) -> None:
     """Remove chunks, leftovers of dead processes and damaged files; safe while engines run.
 
-    --dry-run lists every path that would go, and changes nothing. On a terminal gc first says how
-    much would go, and asks; in a script it does not ask.
+    --dry-run changes nothing, and lists every path of a folder that would go. On a terminal gc
+    first says how much would go, and asks; in a script it does not ask.
 
     Exit codes: 0 done, or the answer was no; 1 something could not be removed, 2 no such store, one
     of another user, or wrong options.
