@@ -6,20 +6,14 @@ For scattered blocks there is also a Python loop with a memmove for each page.
 """
 
 import ctypes
-import time
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 
-from benchmarks.harness import Row, best_of, report, row
-from kvoffload.messages import (
-    CanonicalKVCacheRef,
-    CanonicalKVCaches,
-    CanonicalKVCacheTensor,
-    CPULoadStoreSpec,
-    GPULoadStoreSpec,
-)
+from benchmarks.harness import Row, best_of, caches_of, report, row, timed
+from kvoffload.messages import CPULoadStoreSpec, GPULoadStoreSpec
 from kvoffload.transfer.cpu.copier import CpuCopier
 from kvoffload.transfer.engine import TransferEngine
 from kvoffload.transfer.layout import ChunkLayout, Moves
@@ -47,12 +41,8 @@ def run(total_bytes: int = TOTAL_BYTES) -> dict[str, Any]:
 def _submissions() -> list[Row]:
     """Measure the cost of a submission on the engine's thread, against 50 µs and 1 µs a block."""
     num_blocks = max(NUM_SUBMITTED)
-    caches = CanonicalKVCaches(
-        tuple(
-            CanonicalKVCacheTensor(torch.zeros((num_blocks, 64), dtype=torch.int8), 64)
-            for _ in range(NUM_TENSORS)
-        ),
-        (tuple(CanonicalKVCacheRef(i, 64) for i in range(NUM_TENSORS)),),
+    caches = caches_of(
+        [torch.zeros((num_blocks, 64), dtype=torch.int8) for _ in range(NUM_TENSORS)]
     )
     layout = ChunkLayout(caches, 1)
     slab = Slab(num_blocks, layout.slot_bytes)
@@ -65,9 +55,7 @@ def _submissions() -> list[Row]:
             spec = (GPULoadStoreSpec(order[:count]), CPULoadStoreSpec(range(count)))
             took_s = []
             for _ in range(100):
-                started = time.perf_counter()
-                engine.transfer_async(0, spec)
-                took_s.append(time.perf_counter() - started)
+                took_s.append(timed(partial(engine.transfer_async, 0, spec)))
                 engine.wait([0])
                 engine.get_finished()
             # The median: in the best case the copier's thread has not even woken up.
@@ -87,10 +75,7 @@ def _case(total_bytes: int, page_bytes: int, num_tensors: int, scattered: bool) 
     ]
     for tensor in tensors:
         tensor[: 2 * num_blocks] = 1  # touched, so that no page fault is measured
-    caches = CanonicalKVCaches(
-        tuple(CanonicalKVCacheTensor(tensor, page_bytes) for tensor in tensors),
-        (tuple(CanonicalKVCacheRef(i, page_bytes) for i in range(num_tensors)),),
-    )
+    caches = caches_of(tensors)
     layout = ChunkLayout(caches, BLOCKS_PER_CHUNK)
     num_chunks = num_blocks // BLOCKS_PER_CHUNK
     slab = Slab(num_chunks, layout.slot_bytes)

@@ -14,14 +14,13 @@ import hashlib
 import json
 import random
 import sys
-import time
 import tracemalloc
 from array import array
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from benchmarks.harness import Row, report
+from benchmarks.harness import Row, report, row, timed
 from kvoffload.core import interface
 from kvoffload.core.block_pool import BlockPool
 from kvoffload.core.hashing import BlockHasher, HashChain
@@ -31,6 +30,7 @@ from kvoffload.core.request import Request
 BLOCK = 16
 PROMPT = 32 * 1024
 BLOCKS = PROMPT // BLOCK
+HYBRID: list[int | None] = [None] + [4096] * 5
 Round = Callable[[], float]
 """Prepares one round, does the work, and returns the seconds the work alone took."""
 
@@ -58,23 +58,6 @@ def _best(*sides: Round, turns: int = 6, rounds: int = 3) -> list[float]:
     finally:
         gc.enable()
     return best
-
-
-def _timed(work: Callable[[], object]) -> float:
-    start = time.perf_counter()
-    work()
-    return time.perf_counter() - start
-
-
-def _row(case: str, value: float, unit: str, limit: float, limit_name: str, ratio: float) -> Row:
-    return {
-        "case": case,
-        "value": round(value, 4),
-        "unit": unit,
-        "limit": round(limit, 4),
-        "limit_name": limit_name,
-        "ratio": round(ratio, 2),
-    }
 
 
 def _tokens(seed: int, count: int = PROMPT) -> list[int]:
@@ -182,29 +165,28 @@ def _admit(side: Side, manager: Any, request: Any) -> None:
 
 def _hashing(side: Side) -> Round:
     tokens = _tokens(1)
-    return lambda: _timed(lambda: side.request(tokens))
+    return lambda: timed(lambda: side.request(tokens))
 
 
-def _cold(side: Side, events: bool, blocks: int = 100_000) -> Round:
-    """Admissions into a full cache: every block taken evicts a cached one."""
-    manager = side.manager(blocks, [None], events)
+def _cold(
+    side: Side, events: bool, blocks: int = 100_000, windows: list[int | None] | None = None
+) -> Round:
+    """Admissions into a full cache: every block taken evicts a cached one.
+
+    With ``windows`` the cache is not filled before.
+    """
+    manager = side.manager(blocks, windows or [None], events)
     seeds = iter(range(10**9))
 
-    def fresh() -> Any:
-        return side.request(_tokens(next(seeds)))
-
-    for _ in range(blocks // BLOCKS + 1):
-        request = fresh()
-        _admit(side, manager, request)
-        manager.free(request)
-
     def once() -> float:
-        request = fresh()
+        request = side.request(_tokens(next(seeds)))
         manager.take_events()
-        seconds = _timed(lambda: _admit(side, manager, request))
+        seconds = timed(lambda: _admit(side, manager, request))
         manager.free(request)
         return seconds
 
+    for _ in range(0 if windows else blocks // BLOCKS + 1):
+        once()
     return once
 
 
@@ -218,20 +200,7 @@ def _cached(side: Side, windows: list[int | None], blocks: int = 100_000) -> Rou
 
     def once() -> float:
         request = side.request([*tokens, 1])
-        seconds = _timed(lambda: _admit(side, manager, request))
-        manager.free(request)
-        return seconds
-
-    return once
-
-
-def _hybrid_cold(side: Side) -> Round:
-    manager = side.manager(100_000, [None] + [4096] * 5)
-    seeds = iter(range(10**9))
-
-    def once() -> float:
-        request = side.request(_tokens(next(seeds)))
-        seconds = _timed(lambda: _admit(side, manager, request))
+        seconds = timed(lambda: _admit(side, manager, request))
         manager.free(request)
         return seconds
 
@@ -255,7 +224,7 @@ def _decode(side: Side, events: bool, steps: int = 512) -> Round:
                 manager.allocate_slots(request, 1)
                 request.num_computed_tokens += 1
 
-        seconds = _timed(work)
+        seconds = timed(work)
         manager.free(request)
         manager.take_events()
         return seconds
@@ -291,7 +260,7 @@ def _refused(side: Side, busy: bool) -> Round:
                 side.append(hog, token)
             manager.allocate_slots(hog, BLOCK)
             hog.num_computed_tokens += BLOCK
-        return _timed(attempt)
+        return timed(attempt)
 
     return once
 
@@ -307,13 +276,13 @@ def _vllm_rows(vllm: _Vllm) -> list[Row]:
         ("admit a cached 32k prompt", lambda s: _cached(s, [None]), per_block, "µs/block"),
         ("admit a cold 32k prompt", lambda s: _cold(s, False), per_block, "µs/block"),
         ("admit a cold 32k prompt, events", lambda s: _cold(s, True), per_block, "µs/block"),
+        ("hybrid 1 full + 5 windows, cached", lambda s: _cached(s, HYBRID), per_block, "µs/block"),
         (
-            "hybrid 1 full + 5 windows, cached",
-            lambda s: _cached(s, [None] + [4096] * 5),
+            "hybrid 1 full + 5 windows, cold",
+            lambda s: _cold(s, False, windows=HYBRID),
             per_block,
             "µs/block",
         ),
-        ("hybrid 1 full + 5 windows, cold", _hybrid_cold, per_block, "µs/block"),
         ("decode step", lambda s: _decode(s, False), 1e6 / 512, "µs"),
         ("decode step, events", lambda s: _decode(s, True), 1e6 / 512, "µs"),
         ("refused admission, nothing changed", lambda s: _refused(s, False), 1e6, "µs"),
@@ -322,7 +291,8 @@ def _vllm_rows(vllm: _Vllm) -> list[Row]:
     rows = []
     for case, make, scale, unit in cases:
         mine, theirs = _best(make(ours), make(vllm))
-        rows.append(_row(case, mine * scale, unit, theirs * scale, "vLLM, same run", theirs / mine))
+        name = "vLLM, same run"
+        rows.append(row(case, mine * scale, unit, theirs * scale, name, is_inverse=True))
     return rows
 
 
@@ -348,8 +318,8 @@ def _plain_rows() -> list[Row]:
         ("hash a 32k prompt", _hashing(ours), bare_hashing, "bare hashlib"),
         ("admit a cached 32k prompt", _cached(ours, [None]), bare_lookups, "bare dict.get"),
     ):
-        mine, least = (1e6 / BLOCKS * s for s in _best(round_, partial(_timed, bare)))
-        rows.append(_row(case, mine, "µs/block", least, name, least / mine))
+        mine, least = (1e6 / BLOCKS * s for s in _best(round_, partial(timed, bare)))
+        rows.append(row(case, mine, "µs/block", least, name, is_inverse=True))
     return rows
 
 
@@ -364,12 +334,8 @@ def _scaling_rows() -> list[Row]:
     ]
     for case, make in cases:
         small, large = _best(make(10_000), make(1_000_000))
-        rows.append(
-            _row(
-                f"{case}, 1,000,000 blocks", large * scale, "µs/block", small * scale,
-                "the same with 10,000 blocks", large / small,
-            )
-        )  # fmt: skip
+        title, name = f"{case}, 1,000,000 blocks", "the same with 10,000 blocks"
+        rows.append(row(title, large * scale, "µs/block", small * scale, name))
     count = 200_000
     hashes = [i.to_bytes(32, "little") for i in range(count)]
     gc.collect()
@@ -381,7 +347,7 @@ def _scaling_rows() -> list[Row]:
     size = tracemalloc.get_traced_memory()[0] / count
     tracemalloc.stop()
     case = "bookkeeping, the 32 bytes of the hash included"
-    rows.append(_row(case, size, "bytes/block", 100, "the aim", size / 100))
+    rows.append(row(case, size, "bytes/block", 100, "the aim"))
     return rows
 
 

@@ -16,13 +16,13 @@ import shutil
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 from unittest.mock import patch
 
-from benchmarks.harness import Row, best_of, report, row
+from benchmarks.harness import Row, best_of, check_all, report, row, slots, timed
 from kvoffload.backends.disk.backend import DiskBackend, DiskOptions
 from kvoffload.backends.disk.descriptors import Descriptors
 from kvoffload.backends.disk.index import name_of
@@ -75,21 +75,10 @@ def run(folder: str | None = None, total_bytes: int = TOTAL_BYTES) -> dict[str, 
 
 
 def _open(root: str, io: str = "buffered", capacity: int = 64 << 30) -> DiskBackend:
-    options = DiskOptions(
-        root=root,
-        io=io,
-        capacity=ByteSize(capacity),
-        min_free=ByteSize(0),
-    )
+    options = DiskOptions(root=root, io=io, capacity=ByteSize(capacity), min_free=ByteSize(0))
     backend = DiskBackend(options, "bench")
     backend.wait_ready(60)
     return backend
-
-
-def _slots(count: int, size: int) -> list[memoryview]:
-    slab = memoryview(mmap.mmap(-1, count * size))
-    slab[:] = os.urandom(1 << 20) * (count * size >> 20)
-    return [slab[i * size : (i + 1) * size] for i in range(count)]
 
 
 class _Transfers:
@@ -102,7 +91,7 @@ class _Transfers:
         self.writers = 2 if size > 1 << 20 else 4  # as the backend by default
         self.count = total // size
         self.keys = keys_of(self.count)
-        self.slots = _slots(self.count, size)
+        self.slots = slots(self.count, size)
         self.header = memoryview(mmap.mmap(-1, 4096))
         self.flags = os.O_DIRECT if io == "direct" else 0
         self.depths = DEPTHS if io == "direct" else ()
@@ -138,7 +127,9 @@ class _Transfers:
             if turn:
                 loop.run_until_complete(backend.remove(self.keys))
             ours.append(
-                _timed(lambda: _all(loop.run_until_complete(backend.write(self.keys, self.slots))))
+                timed(
+                    lambda: check_all(loop.run_until_complete(backend.write(self.keys, self.slots)))
+                )
             )
             for times, write, threads in (
                 (renamed, self._raw_publish, self.writers),
@@ -148,7 +139,7 @@ class _Transfers:
                 for i in range(self.count):
                     if os.path.exists(f"{self.raw}/{i}"):
                         os.unlink(f"{self.raw}/{i}")
-                times.append(_timed(partial(self._strands, pool, threads, write)))
+                times.append(timed(partial(self._strands, pool, threads, write)))
         rows = [
             self._row("store", min(ours), min(raw), RAW_WRITE),
             self._row("store", min(ours), min(renamed), f"{RAW_WRITE}, rename"),
@@ -166,14 +157,14 @@ class _Transfers:
             for turn in range(ROUNDS + 1):
                 keys = keys_of(self.count, f"turn{turn}")
                 works = (
-                    lambda keys=keys: _all(
+                    lambda keys=keys: check_all(
                         loop.run_until_complete(backend.write(keys, self.slots))
                     ),
                     lambda: self._strands(pool, self.writers, self._raw_overwrite),
                     lambda: self._strands(pool, self.writers, self._raw_replace),
                 )
                 for times, work in zip(sides, works, strict=True):
-                    times.append(_timed(work))
+                    times.append(timed(work))
         finally:
             loop.run_until_complete(backend.close())
         ours, overwrite, replace = (min(times[1:]) for times in sides)
@@ -186,7 +177,7 @@ class _Transfers:
         self, loop: asyncio.AbstractEventLoop, backend: DiskBackend, pool: ThreadPoolExecutor
     ) -> list[Row]:
         def ours() -> None:
-            _all(loop.run_until_complete(backend.read(self.keys, self.slots)))
+            check_all(loop.run_until_complete(backend.read(self.keys, self.slots)))
 
         def raw() -> None:
             self._strands(pool, READERS[self.io], self._raw_read)
@@ -300,7 +291,7 @@ def _lmcache(case: _Transfers) -> Callable[[], None] | None:
 
 def _verification(scratch: str) -> list[Row]:
     """What a load spends on checking a chunk, against the whole of a direct load of it."""
-    (slot,) = _slots(1, 2 << 20)
+    (slot,) = slots(1, 2 << 20)
     digest = namespace_digest("bench")
     (key,) = keys_of(1)
     header = pack_header(key, digest, slot, header_bytes=4096)
@@ -357,7 +348,7 @@ def _restart(scratch: str) -> list[Row]:
         if len(backend._store.index) != KNOWN:
             raise RuntimeError(f"only {len(backend._store.index)} chunks were found again")
         asyncio.run(backend.close())
-        limit.append(_timed(lambda: _walk(folder)))
+        limit.append(timed(lambda: _walk(folder)))
     began = time.perf_counter()
     backend = DiskBackend(DiskOptions(root=root, min_free=ByteSize(0)), "bench")
     opened = time.perf_counter() - began
@@ -367,19 +358,12 @@ def _restart(scratch: str) -> list[Row]:
     backend.wait_ready(60)
     asyncio.run(backend.close())
     in_slots = [_restart_of_slots(f"{scratch}/restart-slots-{i}") for i in range(3)]
+    known, slotted = f"{KNOWN:,} chunks known", f"{KNOWN:,} chunks in slots"
     return [
         row("open", opened * 1e3, "ms"),
-        row(f"{KNOWN:,} chunks known, by the snapshot", recalled * 1e3, "ms"),
-        row(
-            f"{KNOWN:,} chunks known, without snapshot",
-            min(ours),
-            "s",
-            min(limit),
-            "scandir and stat of each",
-        ),
-        row(
-            f"{KNOWN:,} chunks in slots known", min(in_slots), "s", min(ours), "files, no snapshot"
-        ),
+        row(f"{known}, by the snapshot", recalled * 1e3, "ms"),
+        row(f"{known}, without snapshot", min(ours), "s", min(limit), "scandir and stat of each"),
+        row(f"{slotted} known", min(in_slots), "s", min(ours), "files, no snapshot"),
     ]
 
 
@@ -410,14 +394,14 @@ def _latency(scratch: str) -> list[Row]:
     """The 99th percentile of loads of one 2 MiB chunk, alone and while stores go on."""
     loop = asyncio.new_event_loop()
     backend = _open(f"{scratch}/latency", "direct")
-    keys, memory = keys_of(32), _slots(48, 2 << 20)
+    keys, memory = keys_of(32), slots(48, 2 << 20)
     into = memory[32:33]
 
     async def loads(count: int) -> list[float]:
         taken = []
         for i in range(count):
             began = time.perf_counter()
-            _all(await backend.read([keys[i % 32]], into))
+            check_all(await backend.read([keys[i % 32]], into))
             taken.append(time.perf_counter() - began)
             await asyncio.sleep(0.001)
         return taken
@@ -437,7 +421,7 @@ def _latency(scratch: str) -> list[Row]:
         return taken
 
     try:
-        _all(loop.run_until_complete(backend.write(keys, memory[:32])))
+        check_all(loop.run_until_complete(backend.write(keys, memory[:32])))
         idle: list[float] = []
         loaded: list[float] = []
         for _ in range(4):
@@ -448,17 +432,6 @@ def _latency(scratch: str) -> list[Row]:
         loop.close()
     ours, limit = (statistics.quantiles(taken, n=100)[98] * 1e3 for taken in (loaded, idle))
     return [row("load of 2 MiB beside stores, p99", ours, "ms", limit, "idle, p99")]
-
-
-def _timed(work: Callable[[], object]) -> float:
-    began = time.perf_counter()
-    work()
-    return time.perf_counter() - began
-
-
-def _all(answers: Sequence[object]) -> None:
-    if not all(answers):
-        raise RuntimeError("a chunk was refused or missed")
 
 
 def _complete(moved: int, size: int) -> None:

@@ -5,7 +5,6 @@ have a checksum. Processor time is that of this process. The rows of Redis need 
 """
 
 import asyncio
-import mmap
 import os
 import shutil
 import tempfile
@@ -15,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness import Row, report, row
+from benchmarks.harness import Row, check_all, report, row, slots, timed
 from kvoffload import open_backend
 from kvoffload.backends.base import Backend
 from kvoffload.backends.encryption import CipherSeal
@@ -75,7 +74,7 @@ def _measured(
     """Let a plain and an encrypted tier take turns at stores and loads."""
     loop = asyncio.new_event_loop()
     sides = [open_it(0, {}), open_it(1, {"encryption": {"key_file": str(keys)}})]
-    names, memory = keys_of(total // size), _slots(total // size, size)
+    names, memory = keys_of(total // size), slots(total // size, size)
     best = {verb: [float("inf")] * 2 for verb in ("store", "load", "cpu")}
     try:
         for turn in range(ROUNDS + 1):
@@ -107,7 +106,7 @@ def _measured(
 def _seals(total: int) -> Iterator[Row]:
     """What guards a chunk of 2 MiB, alone: one pass over it each."""
     (key,), digest, size = keys_of(1), namespace_digest("n"), 2 << 20
-    (chunk,) = _slots(1, size)
+    (chunk,) = slots(1, size)
     best: dict[str, list[float]] = {"pack": [], "check": []}
     seals: tuple[Seal, Seal] = ChecksumSeal(), CipherSeal([os.urandom(32).hex().encode()])
     for seal in seals:
@@ -129,14 +128,5 @@ def _seals(total: int) -> Iterator[Row]:
         yield row(f"{verb} 2 MiB in memory", size / ours / 1e9, "GB/s", size / plain / 1e9, name)
 
 
-def _slots(count: int, size: int) -> list[memoryview]:
-    slab = memoryview(mmap.mmap(-1, count * size))
-    slab[:] = os.urandom(1 << 20) * (count * size >> 20)
-    return [slab[i * size : (i + 1) * size] for i in range(count)]
-
-
 def _timed(loop: asyncio.AbstractEventLoop, call: Any) -> float:
-    began = time.perf_counter()
-    if not all(loop.run_until_complete(call)):
-        raise RuntimeError("a chunk was refused or missed")
-    return time.perf_counter() - began
+    return timed(lambda: check_all(loop.run_until_complete(call)))

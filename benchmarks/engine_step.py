@@ -25,10 +25,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from benchmarks.harness import Row, report, row
+from benchmarks.harness import Row, caches_of, quantile, report, row, timed
 from kvoffload.connectors.local import LocalConnector
 from kvoffload.io.process import NICE
-from kvoffload.messages import CanonicalKVCacheRef, CanonicalKVCaches, CanonicalKVCacheTensor
 
 BLOCK = 16
 CHUNKS = 64
@@ -95,16 +94,13 @@ class Loads:
     ) -> None:
         page_bytes = case.page_bytes
         raw = torch.zeros(CHUNKS * (CONCURRENT + 1), page_bytes, dtype=torch.int8, device=device)
-        caches = CanonicalKVCaches(
-            (CanonicalKVCacheTensor(raw, page_bytes),), ((CanonicalKVCacheRef(0, page_bytes),),)
-        )
         disk = {"type": "disk", "root": root, "capacity": "16GiB", "min_free": 0}
         cpu_bytes = page_bytes * CHUNKS * prompts_in_memory
         settings = {"cpu_bytes": cpu_bytes, "backends": [disk], "policy": "lru"}
         settings |= {"blocks_per_chunk": case.per_chunk}
         facts = {"model": "engine_step", "dtype": "int8"}
         self._connector = LocalConnector(
-            {**settings, "io": form}, caches, block_size=BLOCK, facts=facts
+            {**settings, "io": form}, caches_of([raw]), block_size=BLOCK, facts=facts
         )
         self._page_bytes = page_bytes
         self._uses = 0
@@ -252,9 +248,7 @@ def _beside_own(
     calls: list[float] = []
 
     def step() -> None:
-        began_s = time.perf_counter()
-        loads.step()
-        calls.append(time.perf_counter() - began_s)
+        calls.append(timed(loads.step))
 
     try:
         loads.begin()
@@ -319,5 +313,5 @@ def _queued_s() -> float:
 
 def _parts(steps: list[Step]) -> tuple[float, float]:
     """Return :data:`PARTS` of the times that steps took, in seconds."""
-    times = sorted(step.took_s for step in steps)
-    return statistics.median(times), times[int(len(times) * 0.99)]
+    times = [step.took_s for step in steps]
+    return statistics.median(times), quantile(times, 0.99)

@@ -1,13 +1,17 @@
 """What benchmarks share: naming the machine, taking turns, and the shape of a row."""
 
+import mmap
 import os
 import platform
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:  # the first run on a GPU says itself what is missing
+    from kvoffload.messages import CanonicalKVCaches
 
 Row = dict[str, Any]
 
@@ -35,10 +39,54 @@ def best_of(*sides: Callable[[], object], rounds: int = 7) -> list[float]:
     for start in range(rounds):
         for turn in range(len(sides)):
             i = (start + turn) % len(sides)
-            started = time.perf_counter()
-            sides[i]()
-            best[i] = min(best[i], time.perf_counter() - started)
+            best[i] = min(best[i], timed(sides[i]))
     return best
+
+
+def timed(work: Callable[[], object]) -> float:
+    """Return the seconds that work takes."""
+    began_s = time.perf_counter()
+    work()
+    return time.perf_counter() - began_s
+
+
+def out_of_page_cache(folder: Path) -> None:
+    """Write all files to the device, and take those below a folder out of the page cache."""
+    os.sync()  # one by one would take minutes where files are small
+    for path in folder.rglob("*"):
+        if path.is_file():
+            fd = os.open(path, os.O_RDONLY)
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+            os.close(fd)
+
+
+def quantile(values: Iterable[float], share: float) -> float:
+    """Return the least value that a share of all do not exceed."""
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, int(len(ordered) * share))]
+
+
+def check_all(answers: Iterable[object]) -> None:
+    """Raise RuntimeError unless each chunk was stored or loaded."""
+    if not all(answers):
+        raise RuntimeError("a chunk was refused or missed")
+
+
+def slots(count: int, size: int) -> list[memoryview]:
+    """Make slots of page-aligned memory with random bytes, as a slab has them."""
+    slab = memoryview(mmap.mmap(-1, count * size))
+    slab[:] = os.urandom(1 << 20) * (count * size >> 20)
+    return [slab[i * size : (i + 1) * size] for i in range(count)]
+
+
+def caches_of(tensors: Sequence[Any]) -> "CanonicalKVCaches":
+    """Take rows of bytes as the one group of a KV cache."""
+    from kvoffload.messages import CanonicalKVCacheRef, CanonicalKVCaches, CanonicalKVCacheTensor
+
+    return CanonicalKVCaches(
+        tuple(CanonicalKVCacheTensor(tensor, tensor.shape[1]) for tensor in tensors),
+        (tuple(CanonicalKVCacheRef(i, tensor.shape[1]) for i, tensor in enumerate(tensors)),),
+    )
 
 
 def row(
@@ -47,9 +95,13 @@ def row(
     unit: str,
     limit: float | None = None,
     limit_name: str | None = None,
+    *,
+    is_inverse: bool = False,
 ) -> Row:
-    """One measurement, or a word that stands for one; the ratio is value to limit."""
+    """One measurement, or a word that stands for one; the ratio is value to limit, or inverse."""
     ratio = value / limit if limit and not isinstance(value, str) else None
+    if ratio and is_inverse:
+        ratio = 1 / ratio
     return {
         "case": case,
         "value": value,

@@ -25,9 +25,8 @@ from typing import Any
 import torch
 
 import kvoffload
-from benchmarks.harness import report, row
+from benchmarks.harness import caches_of, report, row
 from kvoffload.connectors.local import LoadOutcome, LocalConnector
-from kvoffload.messages import CanonicalKVCacheRef, CanonicalKVCaches, CanonicalKVCacheTensor
 
 BLOCK = 16
 PACKAGE = str(Path(kvoffload.__file__).parent)
@@ -109,14 +108,11 @@ def _until(done: Callable[[], object]) -> None:
 
 def _connector(root: str, form: str) -> LocalConnector:
     tensor = torch.zeros((8, 4096), dtype=torch.int8)
-    caches = CanonicalKVCaches(
-        (CanonicalKVCacheTensor(tensor, 4096),), ((CanonicalKVCacheRef(0, 4096),),)
-    )
     disk = {"type": "disk", "root": root, "capacity": "1GiB", "min_free": 0}
     settings: dict[str, Any] = {"cpu_bytes": "1MiB", "policy": "lru", "backends": [disk]}
     settings |= {"io": form, "blocks_per_chunk": 1}
     facts = {"model": "m", "weights": "none", "dtype": "bytes"}
-    return LocalConnector(settings, caches, block_size=BLOCK, facts=facts)
+    return LocalConnector(settings, caches_of([tensor]), block_size=BLOCK, facts=facts)
 
 
 def measured() -> dict[str, tuple[dict[str, int], list[str]]]:

@@ -15,10 +15,11 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness import Row, best_of, report, row
+from benchmarks.harness import Row, best_of, check_all, report, row, timed
 from kvoffload.io import remote_tier
 from kvoffload.io.client import IOClient
 from kvoffload.io.deadlines import Listener
@@ -62,8 +63,7 @@ class Moved(Listener):
 
     def wait(self) -> None:
         self._ended.wait(TIMEOUT_S)
-        if not self._answer or not all(self._answer):
-            raise RuntimeError("a chunk was refused or missed")
+        check_all(self._answer or [False])
 
 
 class Forms:
@@ -82,8 +82,14 @@ class Forms:
         self.process = IOClient(lambda: ServerProcess(self._fd), opening, TIMEOUT_S, TIMEOUT_S)
 
     def store(self, client: IOClient) -> None:
+        self._move(client, Store)
+
+    def load(self, client: IOClient) -> None:
+        self._move(client, Load)
+
+    def _move(self, client: IOClient, kind: type[Load] | type[Store]) -> None:
         moved = Moved()
-        client.begin(Store(0, "t", self.keys, [*range(self.count)], self.size), moved)
+        client.begin(kind(0, "t", self.keys, [*range(self.count)], self.size), moved)
         moved.wait()
 
     def remove(self, client: IOClient) -> None:
@@ -99,11 +105,6 @@ class Forms:
             if time.monotonic() > until_s:
                 raise RuntimeError("chunks stay in the store")
             time.sleep(0.002)
-
-    def load(self, client: IOClient) -> None:
-        moved = Moved()
-        client.begin(Load(0, "t", self.keys, [*range(self.count)], self.size), moved)
-        moved.wait()
 
     def first_byte_s(self, client: IOClient, i: int) -> float:
         moved, begun_s = Moved(), time.perf_counter()
@@ -153,7 +154,7 @@ def _against_thread(forms: Forms, case: str) -> list[Row]:
         turns = list(stores.items())
         for client, times in turns if start % 2 else reversed(turns):
             forms.remove(client)  # what it knows of the other one's chunks
-            times.append(_timed(lambda client=client: forms.store(client)))  # type: ignore[misc]
+            times.append(timed(partial(forms.store, client)))
             forms.remove(client)
     store_s, thread_store_s = (min(times) for times in stores.values())
     forms.store(forms.process)
@@ -208,9 +209,3 @@ def _against_raw_reads(forms: Forms, scratch: str, case: str) -> list[Row]:
         ),
         _rate(f"load, {case}", gigabytes, ours, raw[best], f"plain reads, {DEPTHS[best]} threads"),
     ]
-
-
-def _timed(work: Callable[[], object]) -> float:
-    began = time.perf_counter()
-    work()
-    return time.perf_counter() - began

@@ -14,20 +14,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.harness import Row, best_of, report, row
+from benchmarks.harness import Row, best_of, caches_of, check_all, report, row
 from kvoffload import open_backend
 from kvoffload.io.client import IOClient
 from kvoffload.io.forms import ServerThread
 from kvoffload.io.protocol import VERSION, Open, TierSettings
-from kvoffload.messages import (
-    CanonicalKVCacheRef,
-    CanonicalKVCaches,
-    CanonicalKVCacheTensor,
-    CPULoadStoreSpec,
-    Fetch,
-    GPULoadStoreSpec,
-    OffloadKey,
-)
+from kvoffload.messages import CPULoadStoreSpec, Fetch, GPULoadStoreSpec, OffloadKey
 from kvoffload.testing.backends import keys_of
 from kvoffload.transfer.cpu.copier import CpuCopier
 from kvoffload.transfer.engine import TransferEngine
@@ -53,10 +45,7 @@ def run(folder: str | None = None, count: int = COUNT) -> dict[str, Any]:
 
 def _case(folder: str | None, count: int, page_bytes: int, label: str) -> list[Row]:
     tensors = [torch.ones((count, page_bytes), dtype=torch.int8) for _ in range(NUM_TENSORS)]
-    caches = CanonicalKVCaches(
-        tuple(CanonicalKVCacheTensor(tensor, page_bytes) for tensor in tensors),
-        (tuple(CanonicalKVCacheRef(i, page_bytes) for i in range(NUM_TENSORS)),),
-    )
+    caches = caches_of(tensors)
     layout = ChunkLayout(caches, 1)
     slab = Slab(count, layout.slot_bytes)
     slab.rows[:] = 2
@@ -75,7 +64,7 @@ def _case(folder: str | None, count: int, page_bytes: int, label: str) -> list[R
     engine = TransferEngine(io, slab, layout, copier)
 
     def read() -> None:
-        _all(loop.run(disk.read(keys, views)))
+        check_all(loop.run(disk.read(keys, views)))
 
     def one_after_the_other() -> None:
         read()
@@ -85,10 +74,10 @@ def _case(folder: str | None, count: int, page_bytes: int, label: str) -> list[R
         fetch = Fetch("disk", tuple(range(count)), tuple(keys))
         engine.transfer_async(0, (CPULoadStoreSpec(slots, [fetch]), target))
         engine.wait([0])
-        _all(engine.get_finished()[0].ok)
+        check_all(engine.get_finished()[0].ok)
 
     try:
-        _all(loop.run(disk.write(keys, views)))
+        check_all(loop.run(disk.write(keys, views)))
         few = [slot % FEW_SLOTS for slot in range(count)]
         limit, *times = best_of(
             read, one_after_the_other, lambda: load(range(count)), lambda: load(few), rounds=5
@@ -104,8 +93,3 @@ def _case(folder: str | None, count: int, page_bytes: int, label: str) -> list[R
         io.close()
         copier.close()
         shutil.rmtree(scratch)
-
-
-def _all(answers: Sequence[object]) -> None:
-    if not all(answers):
-        raise RuntimeError("a chunk was not read or written")

@@ -20,7 +20,7 @@ import tracemalloc
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from benchmarks.harness import Row, report, row
+from benchmarks.harness import Row, report, row, timed
 from benchmarks.vllm_parts.tier_lookup import tier_rows
 from kvoffload.config import WAITING_SHARE
 from kvoffload.messages import OffloadKey, make_offload_key
@@ -85,10 +85,12 @@ class Side:
 
     def time(self, verb: str, count: int, call: Callable[[], object]) -> None:
         """Keep the best time of a verb, in seconds a chunk."""
-        started = time.perf_counter()
-        call()
-        took = (time.perf_counter() - started) / count
+        took = timed(call) / count
         self.best[verb] = min(self.best.get(verb, took), took)
+
+    def us(self, verbs: Sequence[str]) -> float:
+        """Return the best times of verbs, one after the other, in microseconds a chunk."""
+        return sum(self.best[verb] for verb in verbs) * 1e6
 
     def look_up(self, keys: Sequence[OffloadKey]) -> Callable[[], object]:
         """Look up chunks in the cheapest way this manager has."""
@@ -182,6 +184,14 @@ def ours(capacity: int, name: str, policy: type) -> Side:
     return Side(name, TieredOffloadingManager(HostCache(capacity, policy(capacity))))
 
 
+def stored(side: Side, first: int, end: int) -> int:
+    """Store new chunks in batches, up to one of this number; return the number after the last."""
+    while first < end:
+        side.store(new_keys(first, BATCH))
+        first += BATCH
+    return first
+
+
 def new_keys(first: int, count: int) -> list[OffloadKey]:
     """Make keys with 32-byte hashes."""
     return [make_offload_key(i.to_bytes(8, "big") * 4, 0) for i in range(first, first + count)]
@@ -203,12 +213,8 @@ def run() -> dict[str, Any]:
 
 
 def _cycles(measured: Sequence[Side]) -> None:
-    first = 0
-    while first < CAPACITY + BATCH:
-        for side in measured:
-            side.store(new_keys(first, BATCH))
-        first += BATCH
     for side in measured:
+        first = stored(side, 0, CAPACITY + BATCH)
         side.best.clear()  # of a store that was not full
     for _ in range(ROUNDS):
         for side in measured:
@@ -232,21 +238,16 @@ def _cycle_rows(measured: Sequence[Side]) -> list[Row]:
     rows = []
     for case, verbs in cases.items():
         for side in mine:
-            value = sum(side.best[verb] for verb in verbs)
+            title, value = f"{case}; {side.name}", side.us(verbs)
             if not peers:
-                rows.append(row(f"{case}; {side.name}", value * 1e6, "us/chunk"))
-            for peer in peers:
-                limit = sum(peer.best[verb] for verb in verbs)
-                rows.append(
-                    row(f"{case}; {side.name}", value * 1e6, "us/chunk", limit * 1e6, peer.name)
-                )
+                rows.append(row(title, value, "us/chunk"))
+            rows += [row(title, value, "us/chunk", peer.us(verbs), peer.name) for peer in peers]
     return rows
 
 
 def _pinned_row(side: Side) -> Row:
     """Store one chunk at a time with the oldest chunks pinned, and with none pinned."""
-    for first in range(0, CAPACITY, BATCH):
-        side.store(new_keys(first, BATCH))
+    stored(side, 0, CAPACITY)
     oldest = [
         key for key in new_keys(0, PINNED + BATCH) if side.manager.lookup(key, side.context())
     ]
@@ -256,13 +257,8 @@ def _pinned_row(side: Side) -> Row:
     side.manager.prepare_load(pinned, context)
     pinned_s = _one_by_one(side, 1 << 33)
     side.manager.complete_load(pinned, context)
-    return row(
-        f"one-chunk store with {len(pinned)} oldest pinned; {side.name}",
-        pinned_s * 1e6,
-        "us",
-        free_s * 1e6,
-        "none pinned",
-    )
+    case = f"one-chunk store with {len(pinned)} oldest pinned; {side.name}"
+    return row(case, pinned_s * 1e6, "us", free_s * 1e6, "none pinned")
 
 
 def _queue_rows() -> list[Row]:
@@ -286,19 +282,15 @@ def _queue_rows() -> list[Row]:
             manager.complete(job, [True] * len(job.keys))
         served += [_took_s(manager.serve_queue) for _ in range(QUEUED // PORTION)]
     title = f"a queue of prompts of {QUEUED:,} chunks; {side.name}"
-    return [
-        row(f"request_queued, {title}", statistics.median(queued) * 1e6, "us", 200, "goal"),
-        row(f"serve_queue, {title}", statistics.median(served) * 1e6, "us", 200, "goal"),
-        row(f"serve_queue, the longest, {title}", max(served) * 1e6, "us"),
-        row(
-            f"request_admitted, loading, {title}",
-            statistics.median(loading) * 1e6,
-            "us",
-            200,
-            "goal",
-        ),
-        row(f"request_admitted, {title}", statistics.median(idle) * 1e6, "us", 200, "goal"),
-    ]
+    rows = [row(f"serve_queue, the longest, {title}", max(served) * 1e6, "us")]
+    for case, took in (
+        ("request_queued", queued),
+        ("serve_queue", served),
+        ("request_admitted, loading", loading),
+        ("request_admitted", idle),
+    ):
+        rows.append(row(f"{case}, {title}", statistics.median(took) * 1e6, "us", 200, "goal"))
+    return rows
 
 
 def _took_s(call: Callable[[], object]) -> float:
@@ -328,9 +320,7 @@ def _entry_rows(make: Maker) -> list[Row]:
     rows = []
     first = 0
     for state, turns in (("just filled", 1), ("turned over twice", 3)):
-        while first < turns * CAPACITY:
-            side.store(new_keys(first, BATCH))
-            first += BATCH
+        first = stored(side, first, turns * CAPACITY)
         used, _ = tracemalloc.get_traced_memory()
         case = f"memory of an entry with its key, {state}; {side.name}"
         rows.append(row(case, used / CAPACITY, "bytes", 250, "goal"))
@@ -340,22 +330,19 @@ def _entry_rows(make: Maker) -> list[Row]:
 
 def _growth_rows(made: dict[str, Maker]) -> list[Row]:
     """Compare cycles at 2 million entries with those at 100,000, and with vLLM's."""
-    best = {
+    took = {
         name: {size: _grown(make, size) for size in (CAPACITY, LARGE)}
         for name, make in made.items()
     }
     peers = [name for name in made if name.startswith("vLLM")]
     rows = []
-    for case, verbs in CYCLES:
-        took = {
-            name: {size: sum(times[verb] for verb in verbs) * 1e6 for size, times in sizes.items()}
-            for name, sizes in best.items()
-        }
+    for case, _ in CYCLES:
         for name in made:
-            title, value = f"{case} at {LARGE:,} entries; {name}", took[name][LARGE]
-            rows.append(row(title, value, "us/chunk", took[name][CAPACITY], f"at {CAPACITY:,}"))
+            title, value = f"{case} at {LARGE:,} entries; {name}", took[name][LARGE][case]
+            small = took[name][CAPACITY][case]
+            rows.append(row(title, value, "us/chunk", small, f"at {CAPACITY:,}"))
             rows += [
-                row(title, value, "us/chunk", took[peer][LARGE], peer)
+                row(title, value, "us/chunk", took[peer][LARGE][case], peer)
                 for peer in (peers if name not in peers else ())
             ]
     small, large = _dict_get(CAPACITY), _dict_get(LARGE)
@@ -365,17 +352,14 @@ def _growth_rows(made: dict[str, Maker]) -> list[Row]:
 
 
 def _grown(make: Maker, capacity: int) -> dict[str, float]:
-    """Return the best times of a manager that is full."""
+    """Return the best time of each cycle of a manager that is full, in microseconds a chunk."""
     side = make(capacity)
-    first = 0
-    while first < capacity:
-        side.store(new_keys(first, BATCH))
-        first += BATCH
+    first = stored(side, 0, capacity)
     side.best.clear()
     for _ in range(ROUNDS * TURN):
         _one_round(side, first)
         first += BATCH
-    return side.best
+    return {case: side.us(verbs) for case, verbs in CYCLES}
 
 
 def _dict_get(entries: int) -> float:
@@ -384,7 +368,5 @@ def _dict_get(entries: int) -> float:
     best = float("inf")
     for first in range(0, entries - BATCH, entries // 24):
         keys = new_keys(first, BATCH)
-        started = time.perf_counter()
-        list(map(table.get, keys))
-        best = min(best, (time.perf_counter() - started) / BATCH)
+        best = min(best, timed(lambda: list(map(table.get, keys))) / BATCH)  # noqa: B023
     return best

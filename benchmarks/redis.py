@@ -29,7 +29,7 @@ import redis
 import redis.asyncio
 from redis._parsers import _RESP2Parser
 
-from benchmarks.harness import Row, report, row
+from benchmarks.harness import Row, check_all, report, row, timed
 from kvoffload import open_backend
 from tests.support.redis_server import BINARY, MISSING, RedisServer, make_certificates
 
@@ -52,12 +52,6 @@ class Side:
         took_s = work()
         self.cpu_s[what] = min(self.cpu_s[what], time.process_time() - began)
         self.best_s[what] = min(self.best_s[what], took_s)
-
-
-def timed(work: Callable[[], object]) -> float:
-    started = time.perf_counter()
-    work()
-    return time.perf_counter() - started
 
 
 @functools.cache
@@ -149,8 +143,11 @@ class Bench:
             backend = runner.run(self._opened())
             for _ in range(ROUNDS):
                 self.client.flushall()
-                ours.turn("store", lambda: timed(lambda: runner.run(self._store(backend))))
-                ours.turn("load", lambda: timed(lambda: runner.run(self._load(backend))))
+                for what, *how in (
+                    ("store", backend.write, self.slab),
+                    ("load", backend.read, self.into),
+                ):
+                    ours.turn(what, lambda: timed(lambda: runner.run(self._ours(*how))))  # noqa: B023
                 self.client.flushall()
                 theirs.turn("store", lambda: self._peer("set", 10**9))
                 self.client.flushall()
@@ -200,19 +197,11 @@ class Bench:
         await backend.contains(self.keys[:1])
         return backend
 
-    async def _store(self, backend: Any) -> None:
-        slots = [memoryview(self.slab[i % NAMES]) for i in range(self.count)]
+    async def _ours(self, move: Any, slab: Any) -> None:
+        slots = [memoryview(slab[i % NAMES]) for i in range(self.count)]
         for start in range(0, self.count, NAMES):
             part = slice(start, start + NAMES)
-            if not all(await backend.write(self.keys[part], slots[part])):
-                raise RuntimeError(f"a store failed: {backend.counters()}")
-
-    async def _load(self, backend: Any) -> None:
-        slots = [memoryview(self.into[i % NAMES]) for i in range(self.count)]
-        for start in range(0, self.count, NAMES):
-            part = slice(start, start + NAMES)
-            if not all(await backend.read(self.keys[part], slots[part])):
-                raise RuntimeError(f"a load failed: {backend.counters()}")
+            check_all(await move(self.keys[part], slots[part]))
 
     def _python_set(self) -> None:
         for i in range(self.count):
@@ -331,15 +320,9 @@ def _rows(bench: Bench, tls: bool) -> list[Row]:
             if side in sides and sides[side].best_s[what] < float("inf"):
                 limit = bench.total_gb / sides[side].best_s[what]
                 rows.append(row(f"{what}, {shape}", value, "GB/s", limit, name))
-        rows.append(
-            row(
-                f"{what}, {shape}, processor time of the client",
-                ours.cpu_s[what] / bench.total_gb,
-                "s/GB",
-                python.cpu_s[what] / bench.total_gb,
-                "redis-py's",
-            )
-        )
+        case = f"{what}, {shape}, processor time of the client"
+        spent, limit = (side.cpu_s[what] / bench.total_gb for side in (ours, python))
+        rows.append(row(case, spent, "s/GB", limit, "redis-py's"))
     return rows
 
 

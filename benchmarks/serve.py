@@ -14,9 +14,9 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager
 from functools import partial
 from pathlib import Path
@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.harness import Row, best_of, report, row
+from benchmarks.harness import Row, best_of, caches_of, check_all, report, row, timed
 from benchmarks.io_forms import Moved
 from kvoffload.io.attached import AttachedServer
 from kvoffload.io.client import IOClient
@@ -48,15 +48,7 @@ from kvoffload.io.protocol import (
 from kvoffload.io.service.listener import Listener
 from kvoffload.io.service.service import Service, run_service
 from kvoffload.io.service.settings import read_serve_config
-from kvoffload.messages import (
-    CanonicalKVCacheRef,
-    CanonicalKVCaches,
-    CanonicalKVCacheTensor,
-    CPULoadStoreSpec,
-    Fetch,
-    GPULoadStoreSpec,
-    OffloadKey,
-)
+from kvoffload.messages import CPULoadStoreSpec, Fetch, GPULoadStoreSpec, OffloadKey
 from kvoffload.testing.harness import keys_of
 from kvoffload.transfer.cpu.copier import CpuCopier
 from kvoffload.transfer.engine import TransferEngine
@@ -105,10 +97,7 @@ class Engine:
         self.attached_s = time.perf_counter() - begun_s
         self.tier = tiers[0].name
         tensors = [torch.ones((self.count, PAGE), dtype=torch.int8) for _ in range(SIZE // PAGE)]
-        caches = CanonicalKVCaches(
-            tuple(CanonicalKVCacheTensor(tensor, PAGE) for tensor in tensors),
-            (tuple(CanonicalKVCacheRef(i, PAGE) for i in range(len(tensors))),),
-        )
+        caches = caches_of(tensors)
         layout = ChunkLayout(caches, 1)
         self._copier = CpuCopier(caches, self.slab, layout)
         parts = self.client, self.slab, layout, self._copier
@@ -116,12 +105,15 @@ class Engine:
 
     def move(self, verb: str) -> float:
         """Load or store all chunks in one job; return the seconds that it takes."""
-        moved, begun_s = Moved(), time.perf_counter()
         kind = Load if verb == "load" else Store
         order = kind(0, self.tier, self.keys, list(range(self.count)), SIZE)
-        self.client.begin(order, moved)
-        moved.wait()
-        return time.perf_counter() - begun_s
+
+        def move() -> None:
+            moved = Moved()
+            self.client.begin(order, moved)
+            moved.wait()
+
+        return timed(move)
 
     def load(self, by: str) -> float:
         """Load all chunks into the KV cache; return the seconds that it takes."""
@@ -131,7 +123,7 @@ class Engine:
         engine = self._engines[by]
         engine.transfer_async(0, (source, GPULoadStoreSpec(np.arange(self.count))))
         engine.wait([0])
-        assert all(engine.get_finished()[0].ok)
+        check_all(engine.get_finished()[0].ok)
         return time.perf_counter() - begun_s
 
     def close(self) -> None:
@@ -161,9 +153,7 @@ def run(total_bytes: int = TOTAL_BYTES) -> dict[str, Any]:
     """Measure with a server over a scratch folder."""
     gigabytes = total_bytes / 1e9
     with tempfile.TemporaryDirectory() as scratch, served(Path(scratch)) as server:
-        with ExitStack() as stack:
-            engine = Engine(server.path, SERVE, total_bytes)
-            stack.callback(engine.close)
+        with closing(Engine(server.path, SERVE, total_bytes)) as engine:
             engine.move("store")
             rows = [*_attaching(server), *_loading(engine, server.process.pid, gigabytes)]
             rows += _by_slot(engine, server.process.pid, gigabytes)
@@ -210,9 +200,9 @@ def _loading(engine: Engine, pid: int, gigabytes: float) -> list[Row]:
             before_s, loads, owns, copies = cpu_s(pid), [], [], []
             for _ in range(ROUNDS):
                 owns.append(own.move("load"))
-                begun_s = time.perf_counter()
-                own.slab.slot(0, len(source))[:] = source
-                copies.append(time.perf_counter() - begun_s)
+                copies.append(
+                    timed(partial(own.slab.slot(0, len(source)).__setitem__, slice(None), source))
+                )
                 loads.append(engine.move("load"))
             spent_s = (cpu_s(pid) - before_s) / ROUNDS
     finally:
@@ -235,12 +225,10 @@ def _by_slot(engine: Engine, pid: int, gigabytes: float) -> list[Row]:
             took_s[by].append(engine.load(by))
             spent_s[by] += (cpu_s(pid) - before_s) / ROUNDS
     slot, copy = (gigabytes / min(took_s[by]) for by in WAYS)
-    spent = spent_s[BY_SLOT] / gigabytes
+    spent, by_copy = (spent_s[by] / gigabytes for by in WAYS)
     return [
         row("load into a KV cache by slot, 2 MiB", slot, "GB/s", copy, "by copy"),
-        row(
-            "server's processor time of it", spent, "s/GB", spent_s[BY_COPY] / gigabytes, "by copy"
-        ),
+        row("server's processor time of it", spent, "s/GB", by_copy, "by copy"),
     ]
 
 
@@ -323,50 +311,46 @@ def _many(server: HostServer, total_bytes: int) -> list[Row]:
 
 
 def _rates(server: HostServer, count: int, total_bytes: int, by: str) -> list[float]:
-    command = [sys.executable, "-m", "benchmarks.serve", server.path, str(total_bytes), by]
-    engines = [
-        subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        for _ in range(count)
-    ]
-    for engine in engines:
-        assert engine.stdout is not None
-        engine.stdout.readline()
-    said: list[str] = [""] * count
+    with ExitStack() as stack:
+        words = (server.path, str(total_bytes), by)
+        engines = [stack.enter_context(ready("benchmarks.serve", *words)) for _ in range(count)]
+        with ThreadPoolExecutor(count) as pool:
+            return [
+                float(said) for said, _ in pool.map(lambda each: each.communicate("go\n"), engines)
+            ]
 
-    def talk(i: int) -> None:
-        said[i] = engines[i].communicate("go\n")[0]
 
-    talks = [threading.Thread(target=talk, args=(i,)) for i in range(count)]
-    for each in talks:
-        each.start()
-    for each in talks:
-        each.join()
-    return [float(each) for each in said]
+@contextmanager
+def ready(module: str, *words: str) -> Iterator["subprocess.Popen[str]"]:
+    """Run a module in a process of its own, which has said that it is ready; end it then."""
+    command = [sys.executable, "-m", module, *words]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        try:
+            assert process.stdout is not None
+            process.stdout.readline()
+            yield process
+        finally:
+            process.kill()
 
 
 def _listing() -> list[Row]:
     """Attach engines to a server that has many chunks: how long until each has the whole list."""
     rows, what = [], f"list of {LISTED:,} chunks"
-    with tempfile.TemporaryDirectory() as scratch:
-        command = [sys.executable, "-m", "benchmarks.serve", f"{scratch}/s"]
-        server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-        assert server.stdout is not None
-        server.stdout.readline()
-        with ExitStack() as stack:
-            for which in ("first engine", "second engine"):
-                before_s, begun_s = cpu_s(server.pid), time.perf_counter()
-                engine = Engine(f"{scratch}/s", SERVE, SIZE)
-                stack.callback(engine.close)
-                rows.append(
-                    row(f"attach to {LISTED:,} chunks, {which}", 1e3 * engine.attached_s, "ms")
-                )
-                while not engine.client.tiers["serve"].is_complete:
-                    time.sleep(0.001)
-                rows.append(row(f"{what}, {which}", time.perf_counter() - begun_s, "s"))
-                spent_s = cpu_s(server.pid) - before_s
-                rows.append(row(f"server's processor time of it, {which}", spent_s, "s"))
-        server.kill()
-        server.wait()
+    with ExitStack() as stack:
+        path = stack.enter_context(tempfile.TemporaryDirectory()) + "/s"
+        server = stack.enter_context(ready("benchmarks.serve", path))
+        for which in ("first engine", "second engine"):
+            before_s, begun_s = cpu_s(server.pid), time.perf_counter()
+            engine = stack.enter_context(closing(Engine(path, SERVE, SIZE)))
+            attached_ms = 1e3 * engine.attached_s
+            rows.append(row(f"attach to {LISTED:,} chunks, {which}", attached_ms, "ms"))
+            while not engine.client.tiers["serve"].is_complete:
+                time.sleep(0.001)
+            rows.append(row(f"{what}, {which}", time.perf_counter() - begun_s, "s"))
+            spent_s = cpu_s(server.pid) - before_s
+            rows.append(row(f"server's processor time of it, {which}", spent_s, "s"))
     return rows
 
 

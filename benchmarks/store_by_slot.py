@@ -12,31 +12,26 @@ import fcntl
 import mmap
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, closing
 from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 
-from benchmarks.harness import Row, report, row
-from benchmarks.serve import BY_SLOT, PAGE, SERVE, SIZE, TOTAL_BYTES, Engine, cpu_s
+from benchmarks.harness import Row, caches_of, report, row
+from benchmarks.serve import BY_SLOT, PAGE, SERVE, SIZE, TOTAL_BYTES, Engine, cpu_s, ready
 from kvoffload.backends.header import checksum
 from kvoffload.io.service.host_memory import HostMemory
 from kvoffload.io.service.listener import Listener
 from kvoffload.io.service.service import run_service
 from kvoffload.io.service.settings import read_serve_config
-from kvoffload.messages import (
-    CanonicalKVCacheRef,
-    CanonicalKVCaches,
-    CanonicalKVCacheTensor,
-    GPULoadStoreSpec,
-)
+from kvoffload.messages import GPULoadStoreSpec
 from kvoffload.testing.harness import keys_of
 from kvoffload.transfer.cpu.copier import CpuCopier
 from kvoffload.transfer.layout import ChunkLayout
@@ -64,17 +59,16 @@ def run(total_bytes: int = TOTAL_BYTES) -> dict[str, Any]:
 
 
 def _servers(total_bytes: int) -> list[Row]:
-    stored_s: dict[str, list[float]] = {kind: [] for kind in KINDS}
-    loaded_s: dict[str, list[float]] = {kind: [] for kind in KINDS}
-    took_s: dict[str, list[float]] = {kind: [] for kind in KINDS}
+    stored_s, loaded_s, took_s = (defaultdict[str, list[float]](list) for _ in range(3))
     gigabytes = total_bytes / 1e9
     with ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory())
         served = {}
         for kind in KINDS:
             path = f"{folder}/{KINDS.index(kind)}"
-            pid = stack.enter_context(_server(path, kind))
-            served[kind] = stack.enter_context(closing(Engine(path, SERVE, total_bytes))), pid
+            server = stack.enter_context(ready("benchmarks.store_by_slot", path, kind))
+            engine = stack.enter_context(closing(Engine(path, SERVE, total_bytes)))
+            served[kind] = engine, server.pid
         for turn in range(ROUNDS + 1):  # the first one fills the memory
             for kind, (engine, pid) in served.items():
                 spent_s = _spent(pid, partial(_store, engine, turn))
@@ -93,20 +87,6 @@ def _servers(total_bytes: int) -> list[Row]:
         row("load by slot: rate, each loan verified", slow, "GB/s", fast, AS_IS),
         row("loads that cost what a store saves", (copied - uncopied) / (each - once), "a chunk"),
     ]
-
-
-@contextmanager
-def _server(path: str, kind: str) -> Iterator[int]:
-    """Run a server; give its process."""
-    command = [sys.executable, "-m", "benchmarks.store_by_slot", path, kind]
-    server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    try:
-        assert server.stdout is not None
-        server.stdout.readline()
-        yield server.pid
-    finally:
-        server.kill()
-        server.wait()
 
 
 def _spent(pid: int, moves: Callable[[], None]) -> float:
@@ -153,10 +133,7 @@ def be_a_server(path: str, kind: str) -> None:
 def _whole_stores(count: int) -> Row:
     """Store out of a KV cache, so many chunks at once: gather, hash, and copy if by copy."""
     tensors = [torch.ones((BLOCKS, PAGE), dtype=torch.int8) for _ in range(SIZE // PAGE // A_CHUNK)]
-    caches = CanonicalKVCaches(
-        tuple(CanonicalKVCacheTensor(tensor, PAGE) for tensor in tensors),
-        (tuple(CanonicalKVCacheRef(i, PAGE) for i in range(len(tensors))),),
-    )
+    caches = caches_of(tensors)
     layout, order = ChunkLayout(caches, A_CHUNK), np.random.default_rng(0).permutation(BLOCKS)
     memory, slots = _resident(BLOCKS // A_CHUNK), _resident(count)
     spent_s = dict[str, list[float]]()
@@ -223,11 +200,8 @@ def _taken_back() -> list[Row]:
             begun_s = time.process_time()
             fill()
             spent_s.setdefault(fill.__name__, []).append(time.process_time() - begun_s)
-        protect(
-            ctypes.c_void_p(there.address),
-            ctypes.c_size_t(SEGMENT),
-            mmap.PROT_READ | mmap.PROT_WRITE,
-        )
+        whole = ctypes.c_void_p(there.address), ctypes.c_size_t(SEGMENT)
+        protect(*whole, mmap.PROT_READ | mmap.PROT_WRITE)
     copy, seal, window = (statistics.median(each) * 1e9 / SEGMENT for each in spent_s.values())
     return [
         row("a sealed memory file for each 64 MiB", seal, "s/GB", copy, "plain copy"),

@@ -6,14 +6,13 @@ connector. The weights lie in huge pages.
 """
 
 import json
-import os
 import random
 import statistics
 import tempfile
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness import Row, report, row
+from benchmarks.harness import Row, out_of_page_cache, report, row
 from benchmarks.vllm_parts import cost
 from benchmarks.vllm_parts.engine import SHAPE, Engine, make_model, prompt, settings
 
@@ -80,16 +79,6 @@ def scheduler_call(engine: Engine) -> Row:
     found = engine.ask("lookup", chunks=LOOKUP_CHUNKS, rounds=50)
     case = f"scheduler call, prompt of {LOOKUP_CHUNKS} chunks in host memory"
     return row(case, float(found["median_s"]) * 1000, "ms", 1.0, "1 ms")
-
-
-def out_of_page_cache(root: Path) -> None:
-    """Write what is dirty and drop it from memory, so that reading it reads the disk."""
-    for path in root.rglob("*"):
-        if path.is_file():
-            descriptor = os.open(path, os.O_RDONLY)
-            os.fsync(descriptor)
-            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-            os.close(descriptor)
 
 
 if __name__ == "__main__":

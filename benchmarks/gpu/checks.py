@@ -11,16 +11,8 @@ import numpy as np
 import torch
 
 from benchmarks.gpu import device, sizes
-from benchmarks.gpu.ours import (
-    Ours,
-    Transfers,
-    bytes_to_pin,
-    caches_of,
-    check,
-    tier_slab,
-    until_pinned,
-)
-from benchmarks.harness import Row, row
+from benchmarks.gpu.ours import Ours, Transfers, bytes_to_pin, check, tier_slab, until_pinned
+from benchmarks.harness import Row, caches_of, row
 from kvoffload.messages import GPULoadStoreSpec
 from kvoffload.transfer.factory import make_copier
 from kvoffload.transfer.layout import ChunkLayout

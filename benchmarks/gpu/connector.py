@@ -6,8 +6,8 @@ from contextlib import closing
 
 from benchmarks.engine_step import CASES, PROMPTS, Case, Loads
 from benchmarks.gpu import sizes, steps
-from benchmarks.gpu.ours import quantile, times
-from benchmarks.harness import Row, row
+from benchmarks.gpu.ours import parts, times
+from benchmarks.harness import Row, quantile, row
 
 SOURCES = {"the disk": {}, "host memory": {"prompts_in_memory": PROMPTS + 1}}
 
@@ -45,7 +45,6 @@ def _beside(step: Callable[[], None], case: Case, source: str, loads: Loads) -> 
     if not max(rates):
         raise RuntimeError(f"{name}: nothing was loaded")
     yield row(f"connector, {name}", min(rates), "GB/s")
-    for part, share in (("p50", 0.5), ("p99", 0.99)):
-        value, limit = (quantile(took, share) * 1e3 for took in (meanwhile, alone))
+    for part, value, limit in parts(meanwhile, alone):
         yield row(f"a step and the connector {part}, {name}", value, "ms", limit, "alone")
     yield row(f"the connector's calls in a step, {name}, p50", quantile(calls, 0.5) * 1e3, "ms")

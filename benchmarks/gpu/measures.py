@@ -9,15 +9,8 @@ from typing import Any
 import numpy as np
 
 from benchmarks.gpu import device, sizes
-from benchmarks.gpu.ours import (
-    WAYS,
-    Delays,
-    Ours,
-    median_s,
-    quantile,
-    times,
-)
-from benchmarks.harness import Row, row
+from benchmarks.gpu.ours import WAYS, Delays, Ours, median_s, parts, times
+from benchmarks.harness import Row, quantile, row
 from kvoffload.config import human_bytes
 from kvoffload.messages import CPULoadStoreSpec, GPULoadStoreSpec
 from kvoffload.transfer.cuda.stream_copier import DIRECT_PAGE_BYTES
@@ -143,6 +136,5 @@ def _submit(engine: TransferEngine, ours: Ours, to_host: bool, count: int) -> fl
 
 def delayed(case: str, delays: Delays, alone: Delays) -> Iterator[Row]:
     """Rows of a second thread's delays, against those alone."""
-    for name, share in (("p50", 0.5), ("p99", 0.99), ("longest", 1.0)):
-        value, limit = (quantile(heard.late_s, share) * 1e3 for heard in (delays, alone))
-        yield row(f"second thread late {name}, {case}", value, "ms", limit, "alone")
+    for part, value, limit in parts(delays.late_s, alone.late_s, 3):
+        yield row(f"second thread late {part}, {case}", value, "ms", limit, "alone")

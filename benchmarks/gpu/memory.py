@@ -6,17 +6,8 @@ from functools import partial
 
 from benchmarks.gpu import device, sizes, steps
 from benchmarks.gpu.measures import delayed, our_rates
-from benchmarks.gpu.ours import (
-    Delays,
-    Ours,
-    bytes_to_pin,
-    caches_of,
-    quantile,
-    tier_slab,
-    times,
-    until_pinned,
-)
-from benchmarks.harness import Row, row
+from benchmarks.gpu.ours import Delays, Ours, bytes_to_pin, parts, tier_slab, times, until_pinned
+from benchmarks.harness import Row, caches_of, row
 from kvoffload.transfer.factory import make_copier
 from kvoffload.transfer.layout import ChunkLayout
 from kvoffload.transfer.slab import Slab
@@ -70,7 +61,6 @@ def _pinned(
     yield row(f"{kind}, populated", populated_s / gib, "s/GiB")
     yield row(f"{kind}, registered", pinned_s / gib, "s/GiB", cuda_s / gib, "cudaHostAlloc")
     yield row(f"{kind}, closed and unpinned", close_s / gib, "s/GiB")
-    for part, share in (("p50", 0.5), ("p99", 0.99), ("longest", 1.0)):
-        value, limit = (quantile(took, share) * 1e3 for took in (meanwhile, alone))
+    for part, value, limit in parts(meanwhile, alone, 3):
         yield row(f"a model's step {part} while {kind} is pinned", value, "ms", limit, "alone")
     yield from delayed(f"{kind} is pinned", delays, quiet)

@@ -5,19 +5,15 @@ import statistics
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Self
 
 import numpy as np
 
 from benchmarks.gpu import device, sizes
+from benchmarks.harness import caches_of, quantile, timed
 from kvoffload.memory_limits import available_host_bytes
-from kvoffload.messages import (
-    CanonicalKVCacheRef,
-    CanonicalKVCaches,
-    CanonicalKVCacheTensor,
-    GPULoadStoreSpec,
-)
+from kvoffload.messages import GPULoadStoreSpec
 from kvoffload.transfer.factory import make_copier
 from kvoffload.transfer.layout import ChunkLayout
 from kvoffload.transfer.shared_memory import create_shared_memory
@@ -28,14 +24,7 @@ WAYS = {"store": (True,), "load": (False,), "both ways": (True, False)}
 IN_FLIGHT = 3
 """Endless transfers in flight in a direction."""
 POLL_S = 0.0005
-
-
-def caches_of(tensors: Sequence[Any]) -> CanonicalKVCaches:
-    """Take rows of bytes as the one group of a KV cache."""
-    return CanonicalKVCaches(
-        tuple(CanonicalKVCacheTensor(tensor, tensor.shape[1]) for tensor in tensors),
-        (tuple(CanonicalKVCacheRef(i, tensor.shape[1]) for i, tensor in enumerate(tensors)),),
-    )
+Part = tuple[str, float, float]
 
 
 def tier_slab(num_slots: int, slot_bytes: int) -> Slab:
@@ -216,12 +205,7 @@ class Delays(Background):
 
 def times(work: Callable[[], object], rounds: int) -> list[float]:
     """Seconds of each round."""
-    took = []
-    for _ in range(rounds):
-        begun_s = time.perf_counter()
-        work()
-        took.append(time.perf_counter() - begun_s)
-    return took
+    return [timed(work) for _ in range(rounds)]
 
 
 def median_s(work: Callable[[], object]) -> float:
@@ -230,6 +214,7 @@ def median_s(work: Callable[[], object]) -> float:
     return statistics.median(times(work, sizes.ROUNDS))
 
 
-def quantile(values: Sequence[float], share: float) -> float:
-    """Return the least value that a share of all do not exceed."""
-    return sorted(values)[min(len(values) - 1, int(len(values) * share))]
+def parts(took: Sequence[float], alone: Sequence[float], most: int = 2) -> Iterator[Part]:
+    """Yield the name of each of the first parts, with what it is of both, in milliseconds."""
+    for part, share in (("p50", 0.5), ("p99", 0.99), ("longest", 1.0))[:most]:
+        yield part, quantile(took, share) * 1e3, quantile(alone, share) * 1e3

@@ -7,7 +7,7 @@ import torch
 
 from benchmarks.gpu import device, sizes
 from benchmarks.gpu.measures import delayed
-from benchmarks.gpu.ours import Delays, Ours, Transfers, quantile, times
+from benchmarks.gpu.ours import Delays, Ours, Transfers, parts, times
 from benchmarks.harness import Row, row
 
 TOKENS = 16
@@ -103,7 +103,6 @@ def _compared(name: str, ours: Ours, kind: str, step: Step, idle_rate: float) ->
         rates.append(rate)
     one = row(f"{name}, both ways during {kind}", min(rates), "GB/s", idle_rate, "no model")
     yield one | ({"goal": "prefill"} if kind.startswith("prefill") else {})
-    for part, share in (("p50", 0.5), ("p99", 0.99)):
-        value, limit = (quantile(one, share) * 1e3 for one in (meanwhile, alone))
+    for part, value, limit in parts(meanwhile, alone):
         one = row(f"{kind} {part} during {name}", value, "ms", limit, "alone")
         yield one | ({"goal": f"step {part}"} if kind.endswith("step") else {})

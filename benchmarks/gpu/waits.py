@@ -7,8 +7,8 @@ from functools import partial
 from typing import Any
 
 from benchmarks.gpu import device, sizes
-from benchmarks.gpu.ours import Delays, Ours, check, quantile, times
-from benchmarks.harness import Row, row
+from benchmarks.gpu.ours import Delays, Ours, Part, check, parts, times
+from benchmarks.harness import Row, row, timed
 from kvoffload.transfer.factory import make_copier
 
 BUSY_CYCLES = 600_000_000
@@ -23,11 +23,12 @@ def latency() -> Iterator[Row]:
         with Ours(*shape, shape[0] * shape[1]) as ours:
             host, gpu = device.pinned(ours.num_bytes), device.pages(1, ours.num_bytes)[0]
             for way, ends in (("store", (host, gpu)), ("load", (gpu, host))):
-                for part, value, limit in _quantiles(ours, way == "store", *ends):
-                    yield row(f"one chunk of {name}, {way} {part}", value, "µs", limit, "plain")
+                for part, value, limit in _parts(ours, way == "store", *ends):
+                    case = f"one chunk of {name}, {way} {part}"
+                    yield row(case, value * 1e3, "µs", limit * 1e3, "plain")
 
 
-def _quantiles(ours: Ours, to_host: bool, target: Any, source: Any) -> Iterator[tuple[Any, ...]]:
+def _parts(ours: Ours, to_host: bool, target: Any, source: Any) -> Iterator[Part]:
     def plain() -> None:
         target.copy_(source, non_blocking=True)
         device.wait_for_stream()
@@ -36,12 +37,7 @@ def _quantiles(ours: Ours, to_host: bool, target: Any, source: Any) -> Iterator[
         times(work, sizes.CHUNKS)[sizes.CHUNKS // 6 :]
         for work in (partial(ours.run, (to_host,)), plain)
     )
-    for part, share in (("p50", 0.5), ("p99", 0.99)):
-        yield part, *(quantile(found, share) * 1e6 for found in (took, alone))
-
-
-def _small_load(ours: Ours) -> None:
-    check(ours.begin_one(False))
+    return parts(took, alone)
 
 
 def behind() -> Iterator[Row]:
@@ -58,8 +54,8 @@ def behind() -> Iterator[Row]:
                 device.occupy(BUSY_CYCLES)
                 store = ours.begin_behind(True)
                 time.sleep(BEFORE_S)
-                (launch_s,) = times(partial(numbers.add_, 1), 1)
-                (load_s,) = times(partial(_small_load, ours), 1)
+                launch_s = timed(partial(numbers.add_, 1))
+                load_s = timed(lambda: check(ours.begin_one(False)))
                 check(store)
                 whole_s = time.perf_counter() - begun_s
         case = f"{name}, {'batches' if batches else 'one by one'}, behind a store that waits"

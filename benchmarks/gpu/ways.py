@@ -11,8 +11,8 @@ import numpy as np
 
 from benchmarks.gpu import device, sizes, steps
 from benchmarks.gpu.measures import our_rates
-from benchmarks.gpu.ours import Background, Ours, caches_of, median_s, quantile, times
-from benchmarks.harness import Row, row
+from benchmarks.gpu.ours import Background, Ours, median_s, parts, times
+from benchmarks.harness import Row, caches_of, row
 from kvoffload.messages import CanonicalKVCaches
 from kvoffload.transfer.cuda import direction
 from kvoffload.transfer.cuda.staged_blocks import BlockTable, Part
@@ -85,8 +85,7 @@ def _kernels_beside_steps(host: Any, gpu: Any) -> Iterator[Row]:
                 rate = (moved.num_bytes - before) / sum(took) / 1e9
             case = f"kernel on host memory, {programs} programs a direction, {name}"
             yield row(f"{case}, both ways", rate, "GB/s")
-            for part, share in (("p50", 0.5), ("p99", 0.99)):
-                value, limit = (quantile(found, share) * 1e3 for found in (took, alone))
+            for part, value, limit in parts(took, alone):
                 yield row(f"{case} {part}", value, "ms", limit, "alone")
 
 

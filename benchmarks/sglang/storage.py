@@ -25,6 +25,7 @@ from unittest.mock import patch
 import torch
 from sglang.srt.mem_cache.hicache_storage import HiCacheFile, HiCacheStorageConfig
 
+from benchmarks.harness import out_of_page_cache
 from kvoffload.connectors.sglang import storage
 
 BATCH = 128
@@ -144,16 +145,6 @@ def until_found(store: Any, keys: list[str]) -> None:
         time.sleep(0.01)
 
 
-def forget_files(folder: Path) -> None:
-    """Write all files to the device, and take those below a folder out of the page cache."""
-    os.sync()  # one by one would take minutes where pages are small
-    for path in folder.rglob("*"):
-        if path.is_file():
-            fd = os.open(path, os.O_RDONLY)
-            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-            os.close(fd)
-
-
 def loaded(store: Any, pool: Pool, keys: list[str]) -> Row:
     """Load all pages into an empty pool; return the time and the processor time."""
     before = pool.buffer.clone()
@@ -168,7 +159,7 @@ def turn_of(store: Any, pool: Pool, keys: list[str]) -> dict[str, Row]:
     rows = {"backup": in_batches(store.save, keys)}
     until_found(store, keys)
     rows["warm"] = loaded(store, pool, keys)
-    forget_files(store.folder)
+    out_of_page_cache(store.folder)
     rows["cold"] = loaded(store, pool, keys)
     # As many keys as a prompt of 128,000 tokens has: all of them are present.
     many = (keys * (2000 // len(keys) + 1))[:2000]

@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness import Row, report, row
+from benchmarks.harness import Row, quantile, report, row
 from benchmarks.vllm_parts import cost
 from benchmarks.vllm_parts.engine import Engine, idle, make_model, ours, prompt, theirs
 
@@ -102,28 +102,19 @@ def _under_load(engine: Engine, rng: random.Random, case: str) -> list[Row]:
             found[on] += sum(answer["found"].values())
             engine.serve(prompt(rng, TAIL), 4, CALM_S)
     engine.ask("switch", on=True)
-    with_s, without_s = (sorted(times[on]) for on in (True, False))
-    p99 = _at(with_s, 0.99) / _at(without_s, 0.99)
-    middle = _at(with_s, 0.5) / _at(without_s, 0.5)
+    with_s, without_s = times[True], times[False]
+    p99 = quantile(with_s, 0.99) / quantile(without_s, 0.99)
+    middle = quantile(with_s, 0.5) / quantile(without_s, 0.5)
     total = sum(with_s) / sum(without_s)
     part = found[True] / (ROUNDS * len(prefixes) * PREFIX)
     if not found[True] or found[False]:
         raise RuntimeError(f"{case}: tokens found with the connector and without: {found}")
-    return [
-        row(
-            f"p99 under stores and loads, {case} (without {_at(without_s, 0.99) * 1e3:.1f} ms; "
-            f"median {middle:.3f}, sum {total:.3f}; {part:.0%} of prefixes found; "
-            f"{len(with_s)} steps each)",
-            p99,
-            "×",
-            LOAD_GOAL,
-            "goal",
-        )
-    ]
-
-
-def _at(ordered: Sequence[float], part: float) -> float:
-    return ordered[min(len(ordered) - 1, int(len(ordered) * part))]
+    title = (
+        f"p99 under stores and loads, {case} (without {quantile(without_s, 0.99) * 1e3:.1f} ms; "
+        f"median {middle:.3f}, sum {total:.3f}; {part:.0%} of prefixes found; "
+        f"{len(with_s)} steps each)"
+    )
+    return [row(title, p99, "×", LOAD_GOAL, "goal")]
 
 
 def _row(case: str, ratios: Sequence[float], goal: float) -> Row:

@@ -27,8 +27,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness import Row, report, row
-from benchmarks.vllm import out_of_page_cache
+from benchmarks.harness import Row, out_of_page_cache, report, row
 from benchmarks.vllm_parts.engine import Engine, make_model, prompt
 
 PROMPTS, BLOCK = 10, 32

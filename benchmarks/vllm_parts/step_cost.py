@@ -11,7 +11,6 @@ import contextlib
 import json
 import random
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -21,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.harness import Row, report, row
-from benchmarks.vllm_parts.engine import PEER, ROOT, ours, theirs
+from benchmarks.vllm_parts.engine import PEER, make_model, ours, theirs
 from benchmarks.vllm_parts.halves import BLOCK, Halves
 
 SIDES = ("scheduler", "worker")
@@ -40,9 +39,7 @@ def run() -> dict[str, Any]:
     sys.path.insert(0, str(PEER))
     with tempfile.TemporaryDirectory() as name, contextlib.ExitStack() as stack:
         folder = Path(name)
-        script = str(ROOT / "examples/vllm/tiny_model.py")
-        model = str(folder / "model")
-        subprocess.run([sys.executable, script, model], check=True, stdout=subprocess.DEVNULL)
+        model = make_model(folder / "model")
         disk = {"type": "disk", "root": str(folder / "kv"), "min_free": 0}
         host = {"cpu_bytes": HOST_BYTES, "blocks_per_chunk": 1, "weights_id": "random"}
         connectors = {
@@ -92,18 +89,23 @@ def _idle(rig: Halves, count: int) -> Cost:
     for _ in range(BLOCK):
         rig.step()
         time.sleep(0.002)
-    rig.meter.take()
-    times = []
-    for _ in range(STEPS):
-        rig.step()
-        times.append(rig.meter.take()[0])
+    cost = _steps(rig)
     rig.meter.is_counting = True
     rig.step()
     calls = rig.meter.take()[1]
     rig.meter.is_counting = False
     rig.quiet()
-    cost = {side: statistics.median(step[side] for step in times) * 1e6 for side in SIDES}
     return {**cost, **{f"calls {side}": calls[side] for side in SIDES}}
+
+
+def _steps(rig: Halves) -> Cost:
+    """Return the medians of some steps."""
+    rig.meter.take()
+    times = []
+    for _ in range(STEPS):
+        rig.step()
+        times.append(rig.meter.take()[0])
+    return {side: statistics.median(step[side] for step in times) * 1e6 for side in SIDES}
 
 
 def _over(rig: Halves, prompts: list[list[int]]) -> Cost:
@@ -143,14 +145,10 @@ def _waiting(rig: Halves) -> Cost:
     rig.add(prompt, 2)
     for _ in range(3):
         rig.step()
-    rig.meter.take()
-    times = []
-    for _ in range(STEPS):
-        rig.step()
-        times.append(rig.meter.take()[0])
+    cost = _steps(rig)
     pool.free_blocks(spared)
     rig.quiet()
-    return {side: statistics.median(step[side] for step in times) * 1e6 for side in SIDES}
+    return cost
 
 
 def _row(case: str, who: str, costs: list[Cost]) -> Row:
