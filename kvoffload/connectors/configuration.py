@@ -91,8 +91,19 @@ def fact(name: str, value: Any) -> Fact:
 
 
 def names(listed: Mapping[str, str]) -> frozenset[str]:
-    """Return the names of a list that gives, for each reason, names with blanks between them."""
-    return frozenset(name for text in listed.values() for name in text.split())
+    """Return the names of a list that gives, for each reason, names with blanks between them.
+
+    A word that ends with a dot begins all names after it, up to the next such word.
+    """
+    found: set[str] = set()
+    for text in listed.values():
+        front = ""
+        for word in text.split():
+            if word.endswith("."):
+                front = word
+            else:
+                found.add(front + word)
+    return frozenset(found)
 
 
 def _fields(config: Any) -> Iterator[tuple[str, Any]]:

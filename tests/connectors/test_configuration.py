@@ -60,6 +60,7 @@ def test_only_listed_fields_are_left_out_whole_configurations_among_them():
 
 def test_names_come_with_their_reasons():
     assert names({"a reason": "x y", "another": "z"}) == {"x", "y", "z"}
+    assert names({"fronts": "a b. c d e.f. g", "": "h"}) == {"a", "b.c", "b.d", "e.f.g", "h"}
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ def owners():
         (harmless._OF_SPECULATION, "speculative_config"),
     ):
         for reason, text in listed.items():
-            for full in text.split() if not reason.startswith(IN_ANOTHER_FORM) else ():
+            for full in names({reason: text}) if not reason.startswith(IN_ANOTHER_FORM) else ():
                 owner, _, name = full.rpartition(".")
                 found.setdefault(name, set()).add((owner or default).rpartition(".")[2])
     return found | {name: {"envs"} for name in harmless.VARIABLES}
