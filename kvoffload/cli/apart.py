@@ -30,54 +30,47 @@ def run_apart(run: Callable[[], None]) -> None:
     os.close(there)
 
     def end(number: int, _: object) -> NoReturn:
-        _ignore_more()
         os.kill(child, signal.SIGTERM)
         select.select([here], [], [], _TIDY_S)
         os._exit(128 + number)
 
-    signal.signal(signal.SIGINT, end)
-    signal.signal(signal.SIGTERM, end)
-    told = os.read(here, 1)
-    if not told:
-        _, status = os.waitpid(child, 0)
-        sys.exit(128 - os.waitstatus_to_exitcode(status))
-    sys.exit(told[0])
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, end)
+    if told := os.read(here, 1):
+        sys.exit(told[0])
+    sys.exit(128 - os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 
 
 def _run_and_tell(run: Callable[[], None], there: int) -> NoReturn:
-    code: object = 1
+    code = 1
     try:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to the parent as well
         signal.signal(signal.SIGTERM, _interrupt)
         run()
         code = 0
     except SystemExit as ending:
-        code = ending.code or 0
-        if isinstance(code, str):
-            print(code, file=sys.stderr)
-            code = 1
+        if isinstance(ending.code, str):
+            print(ending.code, file=sys.stderr)
+        else:
+            code = ending.code or 0
     except BaseException:
         traceback.print_exc()
     finally:
-        _give_up_output()
-        os.write(there, bytes([int(str(code))]))
+        drop_output(1, 2)
+        os.write(there, bytes([code]))
         os._exit(0)
 
 
 def _interrupt(*_: object) -> NoReturn:
     """Let the command remove what it made, once."""
-    _ignore_more()
-    _give_up_output()
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    drop_output(1, 2)
     raise KeyboardInterrupt
 
 
-def _ignore_more() -> None:
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)
-
-
-def _give_up_output() -> None:
+def drop_output(*streams: int) -> None:
     """Write nowhere from now on: a reader of the output waits for its end."""
-    nowhere = os.open(os.devnull, os.O_RDWR)
-    for stream in (1, 2):
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    for stream in streams:
         os.dup2(nowhere, stream)
+    os.close(nowhere)

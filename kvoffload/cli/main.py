@@ -13,7 +13,7 @@ from types import ModuleType
 from typing import Annotated, Any, NoReturn
 
 import kvoffload
-from kvoffload.cli.apart import run_apart
+from kvoffload.cli.apart import drop_output, run_apart
 
 COMMANDS: dict[str, str] = {
     "demo": "Serve long prompts again from memory and, after kills, from disk and a server.",
@@ -118,7 +118,7 @@ def _run() -> None:
     except OSError as error:
         if error.filename is not None or error.errno not in _UNWRITABLE:
             raise
-        _drop_output()
+        drop_output(sys.stdout.fileno())
         print(f"kvoffload: the output cannot be written: {error.strerror}", file=sys.stderr)
         sys.exit(1)
 
@@ -144,16 +144,12 @@ def _asked() -> str | None:
 
 
 def _end_without_reader() -> NoReturn:
-    """End as other commands before ``head`` do, in which typer and rich would end with 1."""
-    _drop_output()
+    """End as other commands before ``head`` do, in which typer and rich would end with 1.
+
+    What is left to print goes nowhere: the interpreter would fail with it again as it ends.
+    """
+    drop_output(sys.stdout.fileno())
     sys.exit(_CLOSED_PIPE)
-
-
-def _drop_output() -> None:
-    """Send what is left to print nowhere: the interpreter would fail with it again as it ends."""
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, sys.stdout.fileno())
-    os.close(nowhere)
 
 
 def _suit_the_terminal() -> None:
