@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -158,53 +159,60 @@ def _until_healthy(engine: Engine) -> None:
             in_a_row = in_a_row + 1 if healthy else 0
 
 
-def nothing() -> None:
+def nothing(server: RedisServer) -> None:
     """The server heals by itself, or it never was broken."""
 
 
+ADMIN = ("-a", "changed", "--no-auth-warning")
+
+
+def fill(server: RedisServer) -> None:
+    used = server.cli("info", "memory").split("used_memory:")[1].split()[0]
+    server.cli("config", "set", "maxmemory", used)
+
+
+def restart(server: RedisServer) -> None:
+    server.kill()
+    server.start()
+
+
+def lock_out(server: RedisServer) -> None:
+    server.cli("config", "set", "requirepass", "changed")
+    server.cli(*ADMIN, "client", "kill", "type", "normal")
+
+
+Act = Callable[[RedisServer], object]
+
+
+def command(*words: str) -> Act:
+    """Send a server a command."""
+    return lambda server: server.cli(*words)
+
+
+SERVER: dict[str, tuple[Act, Act, float]] = {
+    "killed, started again empty": (RedisServer.kill, RedisServer.start, OUTAGE_S),
+    "restarted at once, empty": (restart, nothing, 0.0),
+    "paused (SIGSTOP)": (RedisServer.pause, RedisServer.resume, OUTAGE_S),
+    "paused (CLIENT PAUSE 3 s)": (command("client", "pause", "3000", "all"), nothing, OUTAGE_S),
+    "full, refusing writes": (fill, command("config", "set", "maxmemory", "0"), OUTAGE_S),
+    "made a replica": (
+        command("replicaof", "127.0.0.1", "1"), command("replicaof", "no", "one"), OUTAGE_S,
+    ),
+    "password changed": (
+        lock_out, command(*ADMIN, "config", "set", "requirepass", ""), OUTAGE_S,
+    ),
+    "flushed": (command("flushall"), nothing, 0.0),
+    "all clients killed": (command("client", "kill", "type", "normal"), nothing, 0.0),
+}  # fmt: skip
+"""What happens to one server, how it is healed, and when."""
+
+
 @contextmanager
-def server_scene(name: str, folder: Path) -> Iterator[Scene]:
+def server_scene(acts: tuple[Act, Act, float], folder: Path) -> Iterator[Scene]:
     """Something happens to one server."""
-    server = RedisServer(folder / "one")
-    cli = server.cli
-    admin = ("-a", "changed", "--no-auth-warning")
-
-    def fill() -> None:
-        used = cli("info", "memory").split("used_memory:")[1].split()[0]
-        cli("config", "set", "maxmemory", used)
-
-    def restart() -> None:
-        server.kill()
-        server.start()
-
-    def lock_out() -> None:
-        cli("config", "set", "requirepass", "changed")
-        cli(*admin, "client", "kill", "type", "normal")
-
-    def demote() -> None:
-        cli("replicaof", "127.0.0.1", "1")
-
-    scenes = {
-        "killed, started again empty": Scene(server.url, server.kill, server.start),
-        "restarted at once, empty": Scene(server.url, restart, nothing, 0.0),
-        "paused (SIGSTOP)": Scene(server.url, server.pause, server.resume),
-        "paused (CLIENT PAUSE 3 s)": Scene(
-            server.url, lambda: cli("client", "pause", "3000", "all"), nothing
-        ),
-        "full, refusing writes": Scene(
-            server.url, fill, lambda: cli("config", "set", "maxmemory", "0")
-        ),
-        "made a replica": Scene(server.url, demote, lambda: cli("replicaof", "no", "one")),
-        "password changed": Scene(
-            server.url, lock_out, lambda: cli(*admin, "config", "set", "requirepass", "")
-        ),
-        "flushed": Scene(server.url, lambda: cli("flushall"), nothing, 0.0),
-        "all clients killed": Scene(
-            server.url, lambda: cli("client", "kill", "type", "normal"), nothing, 0.0
-        ),
-    }
+    (break_it, heal, outage_s), server = acts, RedisServer(folder / "one")
     try:
-        yield scenes[name]
+        yield Scene(server.url, partial(break_it, server), partial(heal, server), outage_s)
     finally:
         server.stop()
 
@@ -264,17 +272,6 @@ def wire_scene(port: int, faults: list[Fault]) -> Iterator[Scene]:
         io.close()
 
 
-SERVER = (
-    "killed, started again empty",
-    "restarted at once, empty",
-    "paused (SIGSTOP)",
-    "paused (CLIENT PAUSE 3 s)",
-    "full, refusing writes",
-    "made a replica",
-    "password changed",
-    "flushed",
-    "all clients killed",
-)
 WIRE: dict[str, list[Fault]] = {
     "wire: 50-100 ms more latency": [Latency(0.05, jitter_s=0.05)],
     "wire: cut in a chunk": [CutAfter(100_000)],
@@ -292,8 +289,8 @@ def run() -> dict[str, Any]:
     rows: list[Row] = []
     with tempfile.TemporaryDirectory() as top:
         folders = (Path(top) / str(i) for i in itertools.count())
-        for name in SERVER:
-            with server_scene(name, next(folders)) as scene:
+        for name, acts in SERVER.items():
+            with server_scene(acts, next(folders)) as scene:
                 rows += _rows(name, observe(scene))
         with failover_scene(next(folders)) as scene:
             rows += _rows("failover by Sentinels (from the promotion on)", observe(scene))

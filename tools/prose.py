@@ -48,9 +48,7 @@ def python_texts(source: str) -> Iterator[Text]:
                 yield Text(statement.lineno, LITERAL.sub(blank, TABLE.sub(blank, text)))
     begun, lines, last = 0, [], -1
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
-        if token.type != tokenize.COMMENT or re.match(
-            r"#( (type:|noqa|fmt:|mypy:)|!)", token.string
-        ):
+        if token.type != tokenize.COMMENT or MARK.match(token.string):
             continue
         if token.start[0] != last + 1:
             if lines:

@@ -9,6 +9,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from vllm_on_cpu import pip
+
 ROOT = Path(__file__).resolve().parents[1]
 STUBS = ROOT / "tests" / "engines" / "sglang_engine" / "stubs"
 SGLANG = "sglang==0.5.23"
@@ -37,17 +39,11 @@ def main(target: Path) -> None:
     """Make the environment; what was there is replaced."""
     subprocess.run([sys.executable, "-m", "venv", "--clear", target], check=True)
     python = target / "bin" / "python"
-    install(python, "--no-deps", *ALONE)
-    install(python, *NEEDED)
-    install(python, "--no-deps", "-e", str(ROOT))
+    pip(python, "install", "--no-deps", *ALONE)  # it warns of the requirements that are left out
+    pip(python, "install", *NEEDED)
+    pip(python, "install", "--no-deps", "-e", str(ROOT))
     (packages,) = target.glob("lib/python3*/site-packages")
     (packages / "sglang_on_cpu.pth").write_text(f"{STUBS}\nimport sglang_on_cpu\n")
-
-
-def install(python: Path, *arguments: str) -> None:
-    """Install packages into an environment. pip warns of the requirements that are left out."""
-    command = [python, "-m", "pip", "install", "-q", "--disable-pip-version-check"]
-    subprocess.run([*command, *arguments], check=True)
 
 
 if __name__ == "__main__":

