@@ -261,9 +261,8 @@ def timed(name: str, options: SyntheticOptions | None = None) -> Iterator[tuple[
     Raises:
         ConfigError: no such workload.
     """
-    workload = _workload(name)
     options = options or SyntheticOptions()
-    endless = workload(random.Random(f"{name}:{options.seed}"), _Blocks())
+    endless = _workload(name)(random.Random(f"{name}:{options.seed}"), _Blocks())
     now = 0.0
     for _ in range(options.requests):
         due, request = next(endless)

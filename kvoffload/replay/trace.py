@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
-from typing import Annotated, Any, BinaryIO
+from typing import Annotated, Any, BinaryIO, ClassVar
 
 import msgspec
 
@@ -53,7 +53,9 @@ class TraceError(ConfigError):
 class RequestLine(msgspec.Struct):
     """One line of a request trace; fields not named here are ignored."""
 
-    hash_ids: _Ids
+    reason: ClassVar = "used"
+    tokens_per_chunk: ClassVar = None
+    keys: _Ids = msgspec.field(name="hash_ids")
     timestamp: _Time | None = None
 
 
@@ -144,27 +146,16 @@ def _lines(path: Path) -> tuple[Requests, _Told]:
         lines = ((number, line) for number, raw in enumerate(file, 1) if (line := raw.strip()))
         first = next(lines, (0, b""))
         of_file = chain((first,) if first[0] else (), lines)
-        if b'"keys"' in first[1] and b'"hash_ids"' not in first[1]:
-            return _recorded(path, of_file)
-        decoder = msgspec.json.Decoder(RequestLine)
-        builder, since = RequestsBuilder(), 0.0
+        is_recorded = b'"keys"' in first[1] and b'"hash_ids"' not in first[1]
+        decoder = msgspec.json.Decoder(RecordedLine if is_recorded else RequestLine)
+        builder, told, since = RequestsBuilder(), _Told(), 0.0
         for number, line in of_file:
             request = _decode(decoder, line, path, number)
+            told.hear(request.tokens_per_chunk, path, number, "tokens_per_chunk")
             since = since if request.timestamp is None else request.timestamp
-            builder.add(request.hash_ids, since * _MS)
-        return builder.build(), _Told()
-
-
-def _recorded(path: Path, lines: Iterable[tuple[int, bytes]]) -> tuple[Requests, _Told]:
-    decoder = msgspec.json.Decoder(RecordedLine)
-    builder, told, since = RequestsBuilder(), _Told(), 0.0
-    for number, line in lines:
-        request = _decode(decoder, line, path, number)
-        told.hear(request.tokens_per_chunk, path, number, "tokens_per_chunk")
-        since = since if request.timestamp is None else request.timestamp
-        if request.reason == "used":
-            builder.add(request.keys, since * _MS)
-    return builder.build(), told
+            if request.reason == "used":
+                builder.add(request.keys, since * _MS)
+        return builder.build(), told
 
 
 def _decode(decoder: "msgspec.json.Decoder[Any]", line: bytes, path: Path, number: int) -> Any:
