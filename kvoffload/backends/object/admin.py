@@ -199,10 +199,8 @@ def _collect(operator: Operator, wanted: Garbage) -> Collected:
                 removed.update(chunks=1, nbytes=each.nbytes)
                 yield each.name
 
-    if wanted.dry_run:
-        deque(old(), maxlen=0)
-    else:
-        operator.bucket.delete_all(old())
+    _remove(operator, old(), wanted)
+    if not wanted.dry_run:
         told = (each.name for each in operator.listed(MANIFESTS) if each.modified_s <= oldest_s)
         operator.bucket.delete_all(told)
     return Collected.of_chunks(removed["chunks"], removed["nbytes"], wanted)
@@ -233,12 +231,17 @@ def _erase(operator: Operator, tenant: bytes, wanted: Garbage) -> Collected:
                         total.update(chunks=1, nbytes=each.nbytes)
                         yield each.name
 
-    if wanted.dry_run:
-        deque(theirs(), maxlen=0)
-    else:
-        operator.bucket.delete_all(theirs())
+    _remove(operator, theirs(), wanted)
     removed, unknown = (total["chunks"], total["nbytes"]), total["unknown"]
     return Collected.of_chunks(*removed, wanted, unknown=unknown)
+
+
+def _remove(operator: Operator, names: Iterator[str], wanted: Garbage) -> None:
+    """Remove objects as they are found, or find them alone."""
+    if wanted.dry_run:
+        deque(names, maxlen=0)
+    else:
+        operator.bucket.delete_all(names)
 
 
 def _tag_of(operator: Operator, namespace: str, tags: Iterable[str]) -> str:

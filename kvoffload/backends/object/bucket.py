@@ -74,14 +74,7 @@ class Incoming:
 
     def pieces(self) -> Iterator[memoryview]:
         """Yield the bytes; raises :class:`Failed`."""
-        with explained():
-            pieces = iter(self._found.stream(min_chunk_size=PIECE_BYTES))
-        while True:
-            with explained():
-                piece = next(pieces, None)
-            if piece is None:
-                return
-            yield memoryview(piece)
+        return map(memoryview, _each(lambda: self._found.stream(min_chunk_size=PIECE_BYTES)))
 
 
 class Bucket:
@@ -183,14 +176,20 @@ class Bucket:
     def list(self, prefix: str = "", after: str = "") -> Iterator[Stored]:
         """Yield the objects below a folder of names, in the order of names."""
         where = {"prefix": prefix or None, "offset": after or None}
-        with explained():
-            batches = iter(self._library.list(self._store, **where, chunk_size=1000))
-        while True:
-            with explained():
-                batch = next(batches, None)
-            if batch is None:
-                return
+        for batch in _each(lambda: self._library.list(self._store, **where, chunk_size=1000)):
             yield from map(_stored, batch)
+
+
+def _each(begin: Callable[[], Any]) -> Iterator[Any]:
+    """Yield what the library yields; raises :class:`Failed`."""
+    with explained():
+        found = iter(begin())
+    while True:
+        with explained():
+            each = next(found, None)
+        if each is None:
+            return
+        yield each
 
 
 def _stored(meta: Any) -> Stored:
