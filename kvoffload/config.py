@@ -4,11 +4,12 @@ import difflib
 import os
 import re
 from collections.abc import Iterable, Mapping
+from functools import partial
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, overload
 
 import msgspec
 
-from kvoffload.errors import HIDDEN, ConfigError, shown
+from kvoffload.errors import HIDDEN, ConfigError, check_setting, shown
 
 _PREFIXES = " kmgtpe"
 # Not any number of digits: int() refuses thousands of them in its own words, float() says infinity.
@@ -170,31 +171,26 @@ class OffloadConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     unless the process has a tracer provider."""
 
     def __post_init__(self) -> None:
-        if self.serve and self.backends:
-            remedy = "takes the place of backends: name these in the server's settings"
-            raise ConfigError("serve", self.serve, remedy)
+        check = partial(check_setting, self)
+        remedy = "takes the place of backends: name these in the server's settings"
+        check("serve", not (self.serve and self.backends), remedy)
         if self.serve:
             check_socket_path("serve", self.serve)
-        if not self.cpu_bytes and not self.has_tiers:
-            raise ConfigError("cpu_bytes", 0, "keeps nothing in host memory: name a tier, or more")
-        if self.blocks_per_chunk != "auto" and self.blocks_per_chunk < 1:
-            raise ConfigError("blocks_per_chunk", self.blocks_per_chunk, "must be at least 1")
-        if self.store_threshold < 1:
-            raise ConfigError("store_threshold", self.store_threshold, "must be at least 1")
-        if not 0 <= self.waiting_share <= 1:
-            raise ConfigError("waiting_share", self.waiting_share, "must be a part: from 0 to 1")
+        remedy = "keeps nothing in host memory: name a tier, or more"
+        check("cpu_bytes", self.cpu_bytes or self.has_tiers, remedy)
+        blocks = self.blocks_per_chunk
+        check("blocks_per_chunk", blocks == "auto" or blocks >= 1, "must be at least 1")
+        check("store_threshold", self.store_threshold >= 1, "must be at least 1")
+        check("waiting_share", 0 <= self.waiting_share <= 1, "must be a part: from 0 to 1")
         check_share(self.tenant_share)
-        if self.tenant_share < 1 and not self.tenants:
-            remedy = 'means nothing without "tenants": true'
-            raise ConfigError("tenant_share", self.tenant_share, remedy)
+        remedy = 'means nothing without "tenants": true'
+        check("tenant_share", self.tenant_share == 1 or self.tenants, remedy)
         if unknown := [name for name in self.client_hints if name not in KNOWN_HINTS]:
             raise ConfigError("client_hints", unknown[0], f"known: {', '.join(KNOWN_HINTS)}")
-        if not 0 <= self.hint_share <= 1:
-            raise ConfigError("hint_share", self.hint_share, "must be 0 to 1")
+        check("hint_share", 0 <= self.hint_share <= 1, "must be 0 to 1")
+        remedy = f"must be a positive, finite number of seconds, at most {_LONGEST_S:g}"
         for name in ("load_timeout_s", "store_timeout_s", "lookup_timeout_s"):
-            if not 0 < getattr(self, name) <= _LONGEST_S:
-                remedy = f"must be a positive, finite number of seconds, at most {_LONGEST_S:g}"
-                raise ConfigError(name, getattr(self, name), remedy)
+            check(name, 0 < getattr(self, name) <= _LONGEST_S, remedy)
         check_metrics_port(self.metrics_port)
         setting, host_bytes = self.host_memory
         if self.max_inflight_bytes is not None and self.max_inflight_bytes > host_bytes:

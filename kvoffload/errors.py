@@ -61,6 +61,12 @@ class ConfigError(KVOffloadError, ValueError):
         super().__init__(f"{self.field} = {self.value!r}: {remedy}")
 
 
+def check_setting(settings: object, name: str, is_right: object, remedy: str) -> None:
+    """Raise ConfigError, with the setting's value, unless it is right."""
+    if not is_right:
+        raise ConfigError(name, getattr(settings, name), remedy)
+
+
 class KVCacheSpecError(KVOffloadError, ValueError):
     """KV cache formats that cannot be what they claim, or cannot share a group."""
 

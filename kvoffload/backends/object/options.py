@@ -4,14 +4,15 @@ No code opens a socket. No error, log line or repr made here contains any part o
 """
 
 import re
-from typing import Any, Literal, NamedTuple
+from functools import partial
+from typing import Any, Literal, NamedTuple, cast
 from urllib.parse import urlsplit
 
 import msgspec
 
 from kvoffload.backends.secret_files import exposure
 from kvoffload.config import ByteSize
-from kvoffload.errors import ConfigError, shown
+from kvoffload.errors import ConfigError, check_setting, shown
 from kvoffload.extras import check_extra
 
 Provider = Literal["s3", "gs", "az"]
@@ -77,16 +78,12 @@ class ObjectOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
         place = parse_url(self.url)
         check_extra("url", self.url)
         _check_endpoint(self.endpoint, place.provider)
-        if self.region and place.provider != "s3":
-            raise ConfigError("region", self.region, "belongs to S3: leave it out")
-        if not 0 < self.timeout_s <= 600:
-            raise ConfigError("timeout_s", self.timeout_s, "must be 0 to 600 seconds, above 0")
-        if not 1 <= self.ttl_s <= _TEN_YEARS_S:
-            raise ConfigError("ttl_s", self.ttl_s, "must be 1 second to ten years")
-        if not 1 <= self.threads <= MAX_THREADS:
-            raise ConfigError("threads", self.threads, f"must be 1 to {MAX_THREADS}")
-        if self.max_inflight_bytes < 1 << 20:
-            raise ConfigError("max_inflight_bytes", self.max_inflight_bytes, "must be >= 1 MiB")
+        check, is_s3 = partial(check_setting, self), place.provider == "s3"
+        check("region", is_s3 or not self.region, "belongs to S3: leave it out")
+        check("timeout_s", 0 < self.timeout_s <= 600, "must be 0 to 600 seconds, above 0")
+        check("ttl_s", 1 <= self.ttl_s <= _TEN_YEARS_S, "must be 1 second to ten years")
+        check("threads", 1 <= self.threads <= MAX_THREADS, f"must be 1 to {MAX_THREADS}")
+        check("max_inflight_bytes", self.max_inflight_bytes >= 1 << 20, "must be >= 1 MiB")
         self._check_secrets(place.provider)
 
     def __repr__(self) -> str:
@@ -97,13 +94,12 @@ class ObjectOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
 
     def _check_secrets(self, provider: Provider) -> None:
         for name in _SECRETS:
-            variable, file = getattr(self, f"{name}_env"), getattr(self, f"{name}_file")
-            if variable and file:
-                remedy = f"leave it out, or {name}_env: one source is enough"
-                raise ConfigError(f"{name}_file", file, remedy)
-            if (variable or file) and provider not in _MEANT_FOR[name]:
-                field = f"{name}_env" if variable else f"{name}_file"
-                raise ConfigError(field, variable or file, f"means nothing for {provider}://")
+            variable, file = f"{name}_env", f"{name}_file"
+            has_one = not (getattr(self, variable) and getattr(self, file))
+            check_setting(self, file, has_one, f"leave it out, or {variable}: one source is enough")
+            for field in (variable, file):
+                is_meant = provider in _MEANT_FOR[name] or not getattr(self, field)
+                check_setting(self, field, is_meant, f"means nothing for {provider}://")
         given = {name for name in _SECRETS if self.is_given(name)}
         if provider == "s3" and given and not {"access_key", "secret_key"} <= given:
             missing = "access_key" if "access_key" not in given else "secret_key"
@@ -151,8 +147,7 @@ def parse_url(url: str) -> Place:
     prefix = "/".join(segments)
     if len(prefix) > 500:
         raise ConfigError("url", url, "the prefix is longer than 500 characters")
-    provider: Provider = "s3" if scheme == "s3" else "gs" if scheme == "gs" else "az"
-    return Place(provider, account, bucket, prefix)
+    return Place(cast(Provider, scheme), account, bucket, prefix)
 
 
 def _check_endpoint(endpoint: str, provider: Provider) -> None:

@@ -5,6 +5,7 @@ No error, log line or repr made here contains any part of a secret.
 
 import re
 import ssl
+from functools import partial
 from typing import Any, NamedTuple
 from urllib.parse import parse_qsl, unquote
 
@@ -14,7 +15,7 @@ from kvoffload.backends.redis.allowed import AllowedServers
 from kvoffload.backends.redis.connection import Address
 from kvoffload.backends.secret_files import exposure, is_guessable, read_file, read_text
 from kvoffload.config import ByteSize
-from kvoffload.errors import HIDDEN, ConfigError, shown
+from kvoffload.errors import HIDDEN, ConfigError, check_setting, shown
 from kvoffload.extras import check_extra
 
 MIN_PASSWORD_CHARS = 16
@@ -87,24 +88,21 @@ class RedisOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     """A lookup, or a PING at a connect, that takes longer counts as a failure of the server."""
 
     def __post_init__(self) -> None:
+        check = partial(check_setting, self)
         for name in ("ttl_s", "connect_timeout_s", "timeout_s", "lookup_timeout_s"):
-            if not 0 < getattr(self, name) < float("inf"):
-                raise ConfigError(name, getattr(self, name), "must be a positive number of seconds")
-        if not 0.001 <= self.ttl_s <= _TEN_YEARS_S:
-            raise ConfigError("ttl_s", self.ttl_s, "must be 0.001 seconds to ten years")
-        if not 1 <= self.connections <= 64:
-            raise ConfigError("connections", self.connections, "must be 1 to 64")
-        if self.max_inflight_bytes < 1 << 20:
-            raise ConfigError("max_inflight_bytes", self.max_inflight_bytes, "must be >= 1 MiB")
-        if self.key_file and not self.cert_file:
-            raise ConfigError("key_file", self.key_file, "goes with cert_file, which is not set")
+            is_time = 0 < getattr(self, name) < float("inf")
+            check(name, is_time, "must be a positive number of seconds")
+        check("ttl_s", 0.001 <= self.ttl_s <= _TEN_YEARS_S, "must be 0.001 seconds to ten years")
+        check("connections", 1 <= self.connections <= 64, "must be 1 to 64")
+        check("max_inflight_bytes", self.max_inflight_bytes >= 1 << 20, "must be >= 1 MiB")
+        has_cert = self.cert_file or not self.key_file
+        check("key_file", has_cert, "goes with cert_file, which is not set")
         AllowedServers((), self.servers)
         if self.secret_file:
             check_extra("secret_file", self.secret_file)
-        if not parse_url(self.url).tls:
-            for name in ("ca_file", "cert_file", "key_file"):
-                if getattr(self, name):
-                    raise ConfigError(name, getattr(self, name), _NO_TLS)
+        has_tls = parse_url(self.url).tls
+        for name in ("ca_file", "cert_file", "key_file"):
+            check(name, has_tls or not getattr(self, name), _NO_TLS)
 
     def __repr__(self) -> str:
         return f"RedisOptions(url={redacted(self.url)!r})"
