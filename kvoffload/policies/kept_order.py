@@ -33,23 +33,20 @@ class KeptOrder:
         self.normal.add(keys)
 
     def add(self, keys: Sequence[bytes]) -> None:
-        if self._claims:
-            normal = [*filterfalse(self._claims.__contains__, keys)]
-            self.num_kept += len(keys) - len(normal)
-            keys = normal
-        if keys:
-            self.normal.add(keys)
+        if normal := self._unclaimed(keys):
+            self.normal.add(normal)
+        self.num_kept += len(keys) - len(normal)
+
+    def _unclaimed(self, keys: Sequence[bytes]) -> Sequence[bytes]:
+        return [*filterfalse(self._claims.__contains__, keys)] if self._claims else keys
 
     def touch(self, keys: Sequence[bytes]) -> None:
         self.normal.touch(keys)
 
     def remove(self, keys: Sequence[bytes]) -> None:
-        if self._claims:
-            normal = [*filterfalse(self._claims.__contains__, keys)]
-            self.num_kept -= len(keys) - len(normal)
-            keys = normal
-        if keys:
-            self.normal.remove(keys)
+        if normal := self._unclaimed(keys):
+            self.normal.remove(normal)
+        self.num_kept -= len(keys) - len(normal)
 
     def victims(self, count: int) -> Sequence[bytes]:
         return self.normal.victims(count)

@@ -225,17 +225,16 @@ class LocalConnector:
             hits, pending = manager.lookup_prefix(keys, context)
             return hits, pending and waits
 
-        def find(key: OffloadKey) -> bool | None:
-            answer = manager.lookup(key, context)
+        def known(answer: bool | None) -> bool | None:
             return answer if waits else answer is True
 
-        def has_room(keys: Sequence[OffloadKey]) -> bool | None:
-            answer = manager.has_room(keys)
-            return answer if waits else answer is True
-
-        is_worth = partial(manager.promises.is_worth_loading, req_context=context)
-        most = self._groups, state.keys, state.start, limit
-        return longest(*most, find_prefix, find, has_room, is_worth)
+        return longest(
+            *(self._groups, state.keys, state.start, limit),
+            find_prefix,
+            lambda key: known(manager.lookup(key, context)),
+            lambda keys: known(manager.has_room(keys)),
+            partial(manager.promises.is_worth_loading, req_context=context),
+        )
 
     def update_state_after_alloc(
         self, request: OffloadRequest, block_ids: BlockTables, num_external_tokens: int

@@ -14,12 +14,11 @@ from dataclasses import dataclass
 from kvoffload.backends.base import Removal
 from kvoffload.config import OffloadConfig
 from kvoffload.connectors.tier_io import tier_names
-from kvoffload.connectors.vllm.tier_index import TierIndex
+from kvoffload.connectors.vllm.tier_index import TellsRemovals, TierIndex
 from kvoffload.connectors.vllm.worker_presence import IndexPart, PresenceQuery, PresenceReply
 from kvoffload.io.presence import PresenceCache
 from kvoffload.io.remote_tier import ANSWER_S
 from kvoffload.offload.manager import Tier
-from kvoffload.offload.tiers import Presence
 
 QUIET_S = 60.0
 """A listing that brings nothing for so long is no reason to keep an idle engine stepping."""
@@ -138,7 +137,7 @@ class _Open:
     num_ranks: int
 
 
-class AskedTier(Presence):
+class AskedTier(TellsRemovals):
     """Presence of chunks in one tier, for the scheduler's thread alone.
 
     Args:
@@ -148,14 +147,12 @@ class AskedTier(Presence):
         clock: seconds, monotonic.
     """
 
-    is_up = True
-
     def __init__(
         self, num_ranks: int, timeout_s: float, clock: Callable[[], float] = time.monotonic
     ) -> None:
+        super().__init__(clock)
         self._num_ranks = num_ranks
         self._timeout_s = timeout_s
-        self._clock = clock
         self._cache = PresenceCache(self._note_question, timeout_s, ANSWER_S, clock)
         self.has_questions = False
         """Whether :meth:`take_question` has something to return."""
@@ -164,7 +161,6 @@ class AskedTier(Presence):
         self._until_s = 0.0
         """When the last question counts as lost."""
         self._announced: dict[bytes, None] = {}
-        self._removals: list[Removal] = []
 
     def holds(self, key: bytes) -> bool | None:
         """Return whether every rank has a chunk; None while it is being asked for."""
@@ -224,8 +220,3 @@ class AskedTier(Presence):
             if removal.key in self._announced:
                 del self._announced[removal.key]
                 self._removals.append(removal)
-
-    def take_removals(self) -> list[Removal]:
-        """Return what was told of as stored and left since, once each."""
-        taken, self._removals = self._removals, []
-        return taken

@@ -23,7 +23,22 @@ _MAX_ASKED = 1 << 16
 """Keys that may wait for an incomplete index at a time; further ones are absent."""
 
 
-class TierIndex(Presence):
+class TellsRemovals(Presence):
+    """Keeps the chunks that were told of as stored in a tier, and left it, until they are taken."""
+
+    is_up = True
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._removals: list[Removal] = []
+
+    def take_removals(self) -> list[Removal]:
+        """Return what was told of as stored and left since, once each."""
+        taken, self._removals = self._removals, []
+        return taken
+
+
+class TierIndex(TellsRemovals):
     """Presence of chunks in one tier, for the scheduler's thread alone.
 
     A rank that begins a new listing gets a new bit, so its old listing counts no more, and no key
@@ -35,16 +50,14 @@ class TierIndex(Presence):
         clock: seconds, monotonic.
     """
 
-    is_up = True
-
     def __init__(
         self,
         ranks: Iterable[int],
         timeout_s: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        super().__init__(clock)
         self._timeout_s = timeout_s
-        self._clock = clock
         self._masks: dict[bytes, int] = {}
         self._bits = {rank: _FIRST_RANK << i for i, rank in enumerate(ranks)}
         self._required = sum(self._bits.values())
@@ -56,7 +69,6 @@ class TierIndex(Presence):
         self._limit = _LEAST_LIMIT
         self._asked: dict[bytes, float] = {}
         """Until when a lookup of a key may stay at None."""
-        self._removals: list[Removal] = []
 
     # ---- looking up ----
 
@@ -146,11 +158,6 @@ class TierIndex(Presence):
                 self._masks[removal.key] = mask & ~_ANNOUNCED
                 self._has_garbage |= not mask & self._required
                 self._removals.append(removal)
-
-    def take_removals(self) -> list[Removal]:
-        """Return what was told of as stored and left since, once each."""
-        taken, self._removals = self._removals, []
-        return taken
 
     # ---- bits ----
 
