@@ -14,9 +14,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from contextlib import closing, contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ import numpy as np
 import obstore
 from obstore.store import S3Store
 
-from benchmarks.harness import Row, report, row
+from benchmarks.harness import Row, best_of, check_all, report, row, timed
 from kvoffload import open_backend
 from kvoffload.io.presence import PresenceCache
 from tests.support.moto import login
@@ -175,8 +175,7 @@ class Bench:
         call = backend.write if verb == "put" else backend.read
         for start in range(0, self.count, NAMES):
             some = min(NAMES, self.count - start)
-            if not all(await call(self.keys[:some], self.slots[:some])):
-                raise RuntimeError(f"a {verb} failed: {backend.counters()}")
+            check_all(await call(self.keys[:some], self.slots[:some]))
 
     def sides(self) -> dict[str, float]:
         """Return the least processor time a gigabyte of each side."""
@@ -187,14 +186,12 @@ class Bench:
             work()
             best[name] = min(best.get(name, float("inf")), (cpu_s() - before) / self.gb)
 
-        with asyncio.Runner() as runner:
-            backend = runner.run(opened(self.options))
+        with opened(self.options) as (runner, backend):
             for _ in range(ROUNDS):
                 turn("raw put", lambda: self.on_threads(self.raw_put))
                 turn("raw get", lambda: self.on_threads(self.raw_get))
                 turn("put", lambda: runner.run(self.tier(backend, "put")))
                 turn("get", lambda: runner.run(self.tier(backend, "get")))
-            runner.run(backend.close())
         return best
 
     def many_loads(self) -> tuple[float, float]:
@@ -214,40 +211,34 @@ class Bench:
         ours = theirs = 0.0
         indices = [i % NAMES for i in range(LOADS_AT_ONCE)]
         keys, slots = [self.keys[i] for i in indices], [self.slots[i] for i in indices]
-        with asyncio.Runner() as runner:
-            backend = runner.run(opened(self.options | {"threads": LOADS_AT_ONCE}))
+        gigabytes = LOADS_AT_ONCE * self.size / 1e9
+        with opened(self.options | {"threads": LOADS_AT_ONCE}) as (runner, backend):
             runner.run(self.tier(backend, "put"))
             for _ in range(ROUNDS):
-                began = time.perf_counter()
-                if not all(runner.run(backend.read(keys, slots))):
-                    raise RuntimeError(f"a load failed: {backend.counters()}")
-                ours = max(ours, LOADS_AT_ONCE * self.size / 1e9 / (time.perf_counter() - began))
+                took_s = timed(lambda: check_all(runner.run(backend.read(keys, slots))))
+                ours = max(ours, gigabytes / took_s)
                 with ThreadPoolExecutor(LOADS_AT_ONCE) as pool:
                     list(pool.map(get, range(LOADS_AT_ONCE)))  # connects
-                    began = time.perf_counter()
-                    list(pool.map(get, range(LOADS_AT_ONCE)))
-                    took_s = time.perf_counter() - began
-                theirs = max(theirs, LOADS_AT_ONCE * self.size / 1e9 / took_s)
-            runner.run(backend.close())
+                    took_s = timed(lambda: list(pool.map(get, range(LOADS_AT_ONCE))))
+                theirs = max(theirs, gigabytes / took_s)
         return ours, theirs
 
     def lookup_s(self) -> float:
         """Return the best time for a key of a lookup that asks the bucket for all its keys."""
-        keys, best_s = [b"%036d" % i for i in range(LOOKUP_KEYS)], float("inf")
-        with asyncio.Runner() as runner:
-            backend = runner.run(opened(self.options))
-            for _ in range(ROUNDS):
-                began = time.perf_counter()
-                runner.run(backend.contains(keys))
-                best_s = min(best_s, time.perf_counter() - began)
-            runner.run(backend.close())
+        keys = [b"%036d" % i for i in range(LOOKUP_KEYS)]
+        with opened(self.options) as (runner, backend):
+            (best_s,) = best_of(lambda: runner.run(backend.contains(keys)), rounds=ROUNDS)
         return best_s / LOOKUP_KEYS
 
 
-async def opened(options: dict[str, Any]) -> Any:
-    backend = open_backend("object", options, "bench")
-    await backend.contains([])
-    return backend
+@contextmanager
+def opened(options: dict[str, Any]) -> Iterator[tuple[asyncio.Runner, Any]]:
+    """Open the tier and a loop to use it on."""
+    with asyncio.Runner() as runner:
+        backend = open_backend("object", options, "bench")
+        runner.run(backend.contains([]))
+        yield runner, backend
+        runner.run(backend.close())
 
 
 def cpu_s() -> float:
@@ -262,12 +253,7 @@ def engine_thread_s() -> float:
     keys = [os.urandom(36) for _ in range(LOOKUP_KEYS)]
     for i, key in enumerate(keys):
         cache.set(key, i % 2 == 0)
-    best_s = float("inf")
-    for _ in range(20):
-        began = time.perf_counter()
-        for key in keys:
-            cache.holds(key)
-        best_s = min(best_s, time.perf_counter() - began)
+    (best_s,) = best_of(lambda: [cache.holds(key) for key in keys], rounds=20)
     return best_s / LOOKUP_KEYS
 
 
