@@ -75,13 +75,15 @@ class AgentRequests:
         headers = [(name.lower(), value) for name, value in scope["headers"]]
         session = self._session_of(headers)
         if self._signs:
-            body, receive = await _whole_body(receive)
+            body, messages = await _whole_body(receive)
             new, named = self._translated(body)
             session = session or named
             if new is not body:
                 headers = [pair for pair in headers if pair[0] != b"content-length"]
                 headers.append((b"content-length", str(len(new)).encode()))
-                receive = _replayed(new, receive)
+                ends = [each for each in messages if each["type"] != "http.request"]
+                messages = [{"type": "http.request", "body": new, "more_body": False}, *ends]
+            receive = _again(messages, receive)
         if session and not any(name == SESSION_HEADER for name, _ in headers):
             headers.append((SESSION_HEADER, session))
         await self._app({**scope, "headers": headers}, receive, send)
@@ -172,8 +174,8 @@ def _path_of(scope: Scope) -> str:
     return path.removeprefix(scope.get("root_path", ""))
 
 
-async def _whole_body(receive: Receive) -> tuple[bytes, Receive]:
-    """Read a request's body; return it with what receives it again, and then what follows.
+async def _whole_body(receive: Receive) -> tuple[bytes, list[Message]]:
+    """Read a request's body; return it with the messages that it came in.
 
     A body above :data:`MOST_BYTES` is returned as empty: vLLM asks for an API key after this.
     """
@@ -192,26 +194,14 @@ async def _whole_body(receive: Receive) -> tuple[bytes, Receive]:
             break
         if not message.get("more_body", False):
             break
+    return b"".join(parts), messages
+
+
+def _again(messages: list[Message], receive: Receive) -> Receive:
+    """Receive these messages, and then what follows."""
     pending = iter(messages)
 
     async def again() -> Message:
         return next(pending, None) or await receive()
-
-    return b"".join(parts), again
-
-
-def _replayed(body: bytes, receive: Receive) -> Receive:
-    """Receive another body in the place of a request's own, and then what follows."""
-    sent = False
-
-    async def again() -> Message:
-        nonlocal sent
-        if not sent:
-            sent = True
-            return {"type": "http.request", "body": body, "more_body": False}
-        message = await receive()
-        while message["type"] == "http.request":
-            message = await receive()
-        return message
 
     return again
