@@ -50,22 +50,17 @@ def command(
 
     Exit codes: 0 fit, perhaps with warnings; 1 something failed; 2 wrong usage or settings.
     """
-    if config is None and target and not kind and (unseen := _first_look(target)):
-        findings = [unseen]
-        _tell(findings, as_json)
-    elif config is None and target and not kind and is_of_server(target):
-        findings = server_findings(target)
-        if not any(map(os.path.lexists, (target, lock_of(target)))):  # below /run
-            more = f"; a disk tier begins with an empty folder: mkdir -p -m 700 {target}"
-            findings = [each._replace(remedy=each.remedy + more) for each in findings]
-        _tell(findings, as_json)
-    elif config is None:
-        findings = _of_store(target, kind, option)
-        _tell(findings, as_json)
-    elif target or kind or option:
-        raise ConfigError("--config", config, "names all stores: leave target, --type and -o out")
-    else:
+    if config is not None:
+        if target or kind or option:
+            remedy = "names all stores: leave target, --type and -o out"
+            raise ConfigError("--config", config, remedy)
         findings = _of_settings(config, engine, as_json)
+    else:
+        findings = _of_store(target, kind, option)
+        if as_json:
+            print(json.dumps({"findings": [finding._asdict() for finding in findings]}))
+        else:
+            _show(findings)
     if any(finding.verdict == "failed" for finding in findings):
         raise typer.Exit(1)
 
@@ -81,6 +76,15 @@ def _first_look(target: str) -> Finding | None:
 
 def _of_store(target: str | None, kind: str | None, option: list[str] | None) -> list[Finding]:
     """Examine one store. A path with nothing there may be meant as a folder or as a socket."""
+    if target and not kind:
+        if unseen := _first_look(target):
+            return [unseen]
+        if is_of_server(target):
+            findings = server_findings(target)
+            if any(map(os.path.lexists, (target, lock_of(target)))):
+                return findings
+            more = f"; a disk tier begins with an empty folder: mkdir -p -m 700 {target}"
+            return [each._replace(remedy=each.remedy + more) for each in findings]  # below /run
     try:
         return run_on("doctor", target, kind, option, lambda store: store.diagnose())
     except ConfigError as error:
@@ -108,13 +112,6 @@ def _of_settings(given: str, engine: Engine, as_json: bool) -> list[Finding]:
             say(name)
             _show(tier)
     return [each for tier in by_tier.values() for each in tier]
-
-
-def _tell(findings: list[Finding], as_json: bool) -> None:
-    if as_json:
-        print(json.dumps({"findings": [finding._asdict() for finding in findings]}))
-    else:
-        _show(findings)
 
 
 def _show(findings: list[Finding]) -> None:
