@@ -65,6 +65,7 @@ def command(
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, _end, task)
         loop.add_signal_handler(signal.SIGHUP, _reload, config, service)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGHUP])
         if settings.metrics_port is not None:
             read, host = service.samples, settings.metrics_host
             endpoints.append(MetricsServer(host, settings.metrics_port, read))
@@ -73,6 +74,7 @@ def command(
         log.info("engines may attach at %s", settings.socket)
         systemd.tell("READY=1")
 
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGHUP])  # until it is handled: it would kill
     listener = Listener(settings.socket, passed.socket)
     try:
         run_service(settings, listener.sock, started, passed.memory)

@@ -2,6 +2,8 @@
 
 import os
 import signal
+import subprocess
+import sys
 
 from tests.support.disk_chunks import stored_in
 from tests.support.host_server import ClientProcess, HostServer, check_stopped_borrower
@@ -44,6 +46,33 @@ def test_what_is_on_loan_stays_through_a_reload_and_an_engine_that_is_stopped_de
         until(lambda: "other backends are in use" in server.log and not engine.client._is_opening)
         check_stopped_borrower(client, engine, until)
         assert "Traceback" not in server.log
+    finally:
+        server.kill()
+
+
+class EarlyReload:
+    """Starts servers that get a SIGHUP when they listen, and handle no signal yet."""
+
+    PROGRAM = """
+import os, signal, sys
+from kvoffload.cli import serve
+
+run = serve.run_service
+serve.run_service = lambda *given: (os.kill(os.getpid(), signal.SIGHUP), run(*given))
+serve.command(sys.argv[1])
+"""
+
+    def start(self, command, **options):
+        return subprocess.Popen([sys.executable, "-c", self.PROGRAM, command[-1]], **options)
+
+
+def test_a_reload_that_comes_before_it_can_be_handled_is_carried_out_soon(tmp_path, until):
+    server = HostServer(tmp_path, EarlyReload())
+    try:
+        until(lambda: "engines may attach" in server.log)
+        disk = {"type": "disk", "root": str(tmp_path / "kv"), "capacity": "64MiB", "min_free": 0}
+        reload(server, backends=[disk])
+        until(lambda: "other backends are in use" in server.log)
     finally:
         server.kill()
 
