@@ -50,13 +50,13 @@ while True:
         for i, key in enumerate(keys):
             slab.slot(i, SIZE)[:] = payload_of(key)
         client.begin(Store(0, "serve", keys, [*range(16)], SIZE), job)
-        job.over.wait()
+        job.free.wait()
     else:
         job.has_loan = lambda: reach("lent")
         may_borrow = rng.random() < 0.8
         client.begin(Load(0, "serve", keys, [*range(16)], SIZE, [], may_borrow), job)
         reach("asked")
-        job.over.wait()
+        job.free.wait()
         if job.loans and point == "held":
             print("held", flush=True)
             signal.sigwait([signal.SIGUSR1])
@@ -129,7 +129,9 @@ class Job:
     """Waits for the end of one job."""
 
     def __init__(self):
-        self.over, self.ok, self.loans = threading.Event(), b"", []
+        self.ok, self.loans = b"", []
+        self.over, self.free = threading.Event(), threading.Event()
+        """Set once it is answered, and once its slots are free."""
         self.has_loan = lambda: None
 
     def arrived(self, numbers):
@@ -142,9 +144,11 @@ class Job:
     def ended(self, ok, reason, settled, io_time_s):
         self.ok = ok
         self.over.set()
+        if settled:
+            self.free.set()
 
     def released(self):
-        pass
+        self.free.set()
 
 
 class HostServer:

@@ -12,7 +12,6 @@ import os
 import random
 import signal
 import sys
-import threading
 import time
 from multiprocessing.connection import wait
 from multiprocessing.reduction import recv_handle, send_handle
@@ -34,8 +33,7 @@ from kvoffload.policies.lru import LRUPolicy
 from kvoffload.transfer.shared_memory import create_shared_memory
 from kvoffload.transfer.slab import Slab
 from tests.support import kill_points
-from tests.support.host_server import SIZE, key_of, payload_of
-from tests.support.host_server import Job as AnsweredJob
+from tests.support.host_server import SIZE, Job, key_of, payload_of
 from tests.support.io_rig import opening
 from tests.support.service_manager import ServiceManager
 
@@ -58,22 +56,6 @@ PAUSE_S = 0.005
 """Engines that live leave the processor to those that die."""
 OVER_S = 120.0
 _NAMES = [f"{i:064}".encode() for i in range(4)] + [b"4" * 64]
-
-
-class Job(AnsweredJob):
-    """A job that knows when its slots are free."""
-
-    def __init__(self):
-        super().__init__()
-        self.free = threading.Event()
-
-    def ended(self, ok, reason, settled, io_time_s):
-        if settled:
-            self.free.set()
-        super().ended(ok, reason, settled, io_time_s)
-
-    def released(self):
-        self.free.set()
 
 
 class Engine:
