@@ -4,7 +4,8 @@ import hashlib
 import time
 from collections import Counter, OrderedDict
 from dataclasses import dataclass, field
-from itertools import groupby
+from functools import partial
+from itertools import count, groupby
 
 from kvoffload.connectors.local import LocalConnector
 from tests.support.random_model.cache import UNIT
@@ -32,12 +33,12 @@ class ModelRequest:
     tokens: list[int]
     end: int
     """Tokens at which it is finished."""
-    generation: int
+    generation: int | str
     """That its next tokens are computed in."""
     block_hashes: list[bytes] = field(default_factory=list)
     names: dict[tuple[int, int], bytes] = field(default_factory=dict)
     """Group and number of a block → what it must hold."""
-    computed_in: list[int] = field(default_factory=list)
+    computed_in: list[int | str] = field(default_factory=list)
     """The generation of each token that has KV."""
     kv_transfer_params: dict = field(default_factory=dict)
     cache_salt: str | None = None
@@ -67,6 +68,14 @@ class ModelRequest:
             self.block_hashes.append(hashlib.sha256(parent + unit).digest())
 
 
+def _with_reasons(get_finished):
+    """Return the results of transfers; each chunk that failed has a reason."""
+    results = get_finished()
+    for result in results:
+        assert result.reason or all(result.ok), f"job {result.job_id} failed without a reason"
+    return results
+
+
 class ModelEngine:
     """Serves requests over a connector, and compares every byte that it loads or goes on with.
 
@@ -74,10 +83,15 @@ class ModelEngine:
         draw: the only source of chance.
         memory: the KV cache.
         settings: of the connector.
+        model: what it serves: engines of one model have chunks of each other.
     """
 
-    def __init__(self, draw, memory, settings):
+    generations = count(1)
+    """Of all engines: a reset's is of one engine alone."""
+
+    def __init__(self, draw, memory, settings, model="random"):
         self.draw = draw
+        self.model = model
         self.memory = memory
         self.kind = memory.kind
         self.settings = settings
@@ -89,21 +103,24 @@ class ModelEngine:
         """Name of an ended request that a load still writes for → its blocks."""
         self.waiting, self.running, self.loading = [], [], {}
         self._names = 0
-        self._generations = 0
         self.start()
 
     # ---- the life of the connector ----
 
     def start(self):
         """Connect: of what the tiers have, what was stored under the plain facts is of use."""
-        self.generation = 0
+        self.generation = self.model
         self.connector = LocalConnector(
             self.settings,
             self.memory.caches,
             block_size=UNIT,
-            facts={"model": "random"},
+            facts={"model": self.model},
             kv_cache_config=self.memory.config,
         )
+        self.told = 0
+        """Tokens that this connector said it has loaded."""
+        worker = self.connector._worker
+        worker.get_finished = partial(_with_reasons, worker.get_finished)
 
     def restart(self, timeout_s):
         """Close with whatever is in flight; nothing is written any more then. Begin again.
@@ -135,8 +152,7 @@ class ModelEngine:
             self.connector.flush = lambda: False
         self.connector.reset_cache()
         self.connector.__dict__.pop("flush", None)
-        self._generations += 1
-        self.generation = self._generations
+        self.generation = next(self.generations)
         for blocks in self._cached.values():
             self._put_back(blocks)
         self._cached.clear()
@@ -210,6 +226,7 @@ class ModelEngine:
             assert now_s - request.begun_s < LOAD_S, f"the load of {request.request_id} hangs"
         for outcome in self.connector.poll():
             name = outcome.request_id
+            self.told += outcome.num_loaded_tokens
             if name in self._doomed:
                 assert name not in self.loading, "one name for two loads"
                 self._put_back(self._doomed.pop(name))

@@ -4,13 +4,17 @@ import contextlib
 import os
 import shutil
 import signal
+import socket
+import subprocess
+import sys
 import time
 from pathlib import Path
 
 import redis
 
 from kvoffload.connectors.control_server import _Order
-from tests.support.file_faults import cut, flip
+from tests.support import file_faults
+from tests.support.host_server import ClientProcess
 
 
 class Faults:
@@ -18,16 +22,18 @@ class Faults:
 
     Args:
         draw: the only source of chance.
-        engine: whose connector, process and tiers are struck.
+        engines: whose connectors, processes and tiers are struck.
         control: of the hostile tiers.
         roots: folders of the tiers.
         server: of the Redis tier; None if there is none.
         host: the server of the host that the engine attaches to; None if there is none.
     """
 
-    def __init__(self, draw, engine, control, roots, server, host=None):
+    def __init__(self, draw, engines, control, roots, server, host=None):
         self._draw = draw
-        self._engine = engine
+        self._engines = engines
+        self._engine = engines[0]
+        """The one that is struck."""
         self._control = control
         self._roots = roots
         self._server = server
@@ -40,6 +46,8 @@ class Faults:
         """What lets the server answer again, while it does not."""
         self._stopped = []
         self._heal_at_s = 0.0
+        self._stranger = self._command = None
+        """A process of another engine on the server; a command of an operator."""
         self.log = []
         """What was done, for the report of a failure."""
 
@@ -49,8 +57,8 @@ class Faults:
             self.heal()
         kinds = [self.plan, self.plan, self.plan, self.damage, self.remove, self.reset, self.pause]
         kinds += [self.kill, self.stop, self.abort, self.preempt, self.look, self.restart]
-        kinds += [self.flush, self.clear]
-        weights = [3, 3, 3, 2, 1, 1, 1, 2, 1, 6, 6, 2, 0.5, 2, 1]
+        kinds += [self.flush, self.clear, self.cut, self.operate]
+        weights = [3, 3, 3, 2, 1, 1, 1, 2, 1, 6, 6, 2, 0.5, 2, 1, 1, 0.5]
         if self._server is not None:
             kinds += [self.pause_server, self.kill_server, self.empty_server, self.damage_values]
             weights += [3, 2, 1, 3]
@@ -58,10 +66,11 @@ class Faults:
             kinds += [self.rotate_keys, self.lose_keys]
             weights += [2, 1]
         if self._host is not None:
-            kinds += [self.kill_host, self.stop_host, self.reload_host]
-            weights += [3, 2, 1]
+            kinds += [self.kill_host, self.stop_host, self.reload_host, self.join]
+            weights += [3, 2, 1, 2]
         for fault in self._draw.choices(kinds, weights, k=self._draw.choice((1, 1, 2, 4))):
             self.log.append(fault.__name__)
+            self._engine = self._draw.choice(self._engines)
             fault()
 
     def heal(self):
@@ -74,6 +83,16 @@ class Faults:
         if self._cure is not None:
             self._cure()
             self._cure = None
+
+    def end(self):
+        """Heal, and end the other processes."""
+        self.heal()
+        self._part()
+        if self._command is not None:
+            said, _ = self._command.communicate(timeout=120)
+            assert self._command.returncode in (0, 1, 2), f"{self._command.args}: {said}"
+            assert "Traceback" not in said, f"{self._command.args}: {said}"
+            self._command = None
 
     # ---- tiers ----
 
@@ -93,6 +112,9 @@ class Faults:
             {"disk_stale": 0.05},
             {"disk_tears": 0.3},
             {"policy": 0.2},
+            {"copy_slow": 0.3, "copy_slow_s": draw.choice((0.02, 0.3))},
+            {"copy_fails": 0.2},
+            {"copy_refused": 0.2},
         ]
         chosen = {}
         for each in draw.sample(plans, draw.choice((1, 1, 2, 3))):
@@ -108,9 +130,9 @@ class Faults:
             with contextlib.suppress(OSError):
                 size = path.stat().st_size
                 if not size or self._draw.random() < 0.3:
-                    cut(path)
+                    file_faults.cut(path)
                 else:
-                    flip(path, self._draw.randrange(size))
+                    file_faults.flip(path, self._draw.randrange(size))
 
     def remove(self):
         """Remove some chunk files, a namespace, or a whole root."""
@@ -135,6 +157,25 @@ class Faults:
         paths = [path for root in self._roots for path in _files(root) if len(path.name) > 40]
         return self._draw.sample(paths, min(most, len(paths)))
 
+    def operate(self):
+        """Let an operator examine a tier in files while it is used, or remove some of it."""
+        roots = [root for root in self._roots if root.name in ("rough", "folder")]
+        if not roots or (self._command is not None and self._command.poll() is None):
+            return
+        root, draw = self._draw.choice(roots), self._draw
+        words = draw.choice((["verify"], ["verify", "--repair"], ["gc"]))
+        if words == ["gc"]:
+            names = [path.name for path in root.glob("*") if len(path.name) == 64]
+            which = [["--older-than", "1s"], *(["--namespace", name] for name in names)]
+            words = [*words, "--yes", *draw.choice(which)]
+        keys = [path for path in self.key_files if path.stem == root.name]
+        for path in keys:
+            words += ["-o", f'encryption={{"key_file": "{path}"}}']
+        words = [sys.executable, "-m", "kvoffload", *words, str(root)]
+        self._command = subprocess.Popen(
+            words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+
     # ---- keys ----
 
     def rotate_keys(self):
@@ -158,7 +199,7 @@ class Faults:
 
     def kill_host(self):
         if self._cure is None:
-            self._host.kill()
+            self._draw.choice((self._host.kill, self._host.kill, self._host.stop))()
             self._falls_ill(self._host.start)
 
     def stop_host(self):
@@ -166,6 +207,22 @@ class Faults:
             pid = self._host.process.pid
             os.kill(pid, signal.SIGSTOP)
             self._falls_ill(lambda: os.kill(pid, signal.SIGCONT))
+
+    def join(self):
+        """Let an engine that moves chunks without a pause join in; stop it, or kill it."""
+        if self._stranger is None:
+            self._stranger = ClientProcess(self._host.path, self._draw.randrange(1 << 30))
+        elif self._draw.random() < 0.5:
+            self._part()
+        else:
+            self._stopped.append(self._stranger.process.pid)
+            self._stranger.process.send_signal(signal.SIGSTOP)
+            self._heal_at_s = time.monotonic() + self._draw.choice((0.2, 3.0))
+
+    def _part(self):
+        if self._stranger is not None:
+            assert self._stranger.kill() == "", "another engine has wrong bytes"
+            self._stranger = None
 
     def reload_host(self):
         """Take away the backends below the memory, or bring them back."""
@@ -271,6 +328,16 @@ class Faults:
     def restart(self):
         self.heal()  # an engine that starts on a broken device is told so
         self._engine.restart(self._draw.choice((0.0, 0.5, 3.0)))
+
+    def cut(self):
+        """Break the connection to the I/O server, maybe in the midst of a message."""
+        link = self._engine.connector._spec.io._link
+        with link.lock, contextlib.suppress(OSError):
+            if link.is_up:
+                if not link._out and self._draw.random() < 0.5:
+                    link._sock.send(b"\x09\0\0\0\x91")
+                ways = (socket.SHUT_RD, socket.SHUT_WR, socket.SHUT_RDWR)
+                link._sock.shutdown(self._draw.choice(ways))
 
     def kill(self):
         for pid in self._pids():

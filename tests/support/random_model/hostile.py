@@ -4,7 +4,7 @@
 cancellations, is slow, raises, answers with the wrong length, says that it lacks what it has, and
 fills memory with garbage until its call returns. ``shy`` is the same without an index. ``rough`` is
 the disk tier on a device that is slow, hangs, is full and tears writes, with the policy ``moody``,
-which raises.
+which raises. Copies between the KV cache and host memory are late, in any order, and fail.
 """
 
 import asyncio
@@ -15,6 +15,7 @@ import hashlib
 import json
 import mmap
 import os
+import queue
 import random
 import struct
 import threading
@@ -30,11 +31,13 @@ from kvoffload.backends.base import Spares
 from kvoffload.backends.changes import ChangedKeys
 from kvoffload.backends.disk.backend import DiskBackend, DiskOptions
 from kvoffload.policies.lru import LRUPolicy
+from kvoffload.transfer import factory
+from kvoffload.transfer.cpu.copier import CpuCopier
 from tests.support.vfs import HookedVfs
 
 KNOBS = ("hang", "hang_s", "slow", "slow_s", "raises", "length", "garbage", "refuses")
 KNOBS += ("disk_slow", "disk_slow_s", "disk_full", "disk_fails", "disk_stale", "disk_tears")
-KNOBS += ("policy", "hung")
+KNOBS += ("policy", "hung", "copy_slow", "copy_slow_s", "copy_fails", "copy_refused")
 HANGS = ("hostile", "shy", "rough")
 """Tiers whose calls hang, all of them, while the plan says so: ``hung`` is the place, from 1."""
 
@@ -351,6 +354,45 @@ class Rough(DiskBackend):
         self.opened.add(self)
 
 
+class LateCopier(CpuCopier):
+    """Copies as a busy GPU does: late, and in any order; some fail, and some are refused."""
+
+    control, lag_s = None, 0.0
+    """Set by the model. The second is of each copy, at most."""
+
+    def __init__(self, *parts):
+        self._late, self._is_last = [], False
+        super().__init__(*parts)
+
+    def launch(self, *parts):
+        if self.control.strikes("copy_refused"):
+            raise RuntimeError("planned")
+        return super().launch(*parts)
+
+    def _next_job(self):
+        if not self._late and not self._is_last:
+            self._note(super()._next_job())
+        if self._late:
+            is_slow = self.control.strikes("copy_slow")
+            most_s = self.control.get("copy_slow_s") if is_slow else self.lag_s
+            time.sleep(most_s * self.control.draw.random())
+        with contextlib.suppress(queue.Empty):
+            while True:
+                self._note(self._queue.get_nowait())
+        return self._late.pop(self.control.draw.randrange(len(self._late))) if self._late else None
+
+    def _note(self, job):
+        if job is None:
+            self._is_last = True
+        else:
+            self._late.append(job)
+
+    def _copy(self, job):
+        if self.control.strikes("copy_fails"):
+            raise OSError("planned")
+        super()._copy(job)
+
+
 def install(folder, monkeypatch):
     """Register these tiers here, and in the I/O processes started from here."""
     info = folder / "site" / "hostile_tiers-1.0.dist-info"
@@ -361,5 +403,6 @@ def install(folder, monkeypatch):
     groups = f"[kvoffload.backends]\n{lines}[kvoffload.policies]\nmoody = {__name__}:Moody\n"
     (info / "entry_points.txt").write_text(groups)
     monkeypatch.syspath_prepend(str(folder / "site"))
+    monkeypatch.setattr(factory, "CpuCopier", LateCopier)
     registry._named.cache_clear()
     return functools.partial(registry._named.cache_clear)

@@ -9,6 +9,7 @@ import random
 import sys
 import tempfile
 import time
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -25,12 +26,15 @@ from tests.support.random_model import hostile, sums
 from tests.support.random_model.cache import KINDS, Memory
 from tests.support.random_model.engine import VOCABULARY, ModelEngine, changeable
 from tests.support.random_model.faults import Faults, new_key, write_keys
+from tests.support.service_manager import ServiceManager
 
 STRIKES_A_SECOND = 5
 REST_EVERY_S = 2.0
 LONGER_S = 120.0
 STORES_S = sums.REST_S + LEASE_S + DEAD_S
 """A killed process of a folder keeps its lease for a while, and what it may have stored."""
+TTL_S = 4.0
+"""So long that a chunk is loaded before, and so short that many expire in a run."""
 REDIS_BYTES = 2 << 20
 """What a server takes for itself."""
 RETURNS = (
@@ -43,7 +47,7 @@ RETURNS = (
 
 
 class Model:
-    """An engine over random tiers with random settings.
+    """An engine over random tiers with random settings; several of them on a server of the host.
 
     Args:
         seed: decides everything.
@@ -57,16 +61,19 @@ class Model:
         self.memory = Memory(KINDS[self.kind], draw.choice((64, 120)))
         self.control = hostile.Control(str(folder / "control"), seed)
         self.control.set()
+        hostile.LateCopier.control = self.control
+        hostile.LateCopier.lag_s = draw.choice((0.0, 0.001, 0.01))
         self.roots = []
-        self.server = self.host = None
+        self.server = self.host = self.manager = None
         self.encrypted, self.key_files = [], []
         self.capacities = {}
         self.settings = self._settings(folder)
         self.engine = ModelEngine(draw, self.memory, self.settings)
-        self.faults = Faults(draw, self.engine, self.control, self.roots, self.server, self.host)
+        """The one that the model looks at."""
+        self.engines = [self.engine, *self._others()]
+        self.faults = Faults(draw, self.engines, self.control, self.roots, self.server, self.host)
         self.faults.key_files += self.key_files
         self.held = sums.Held()
-        self.shares = sums.Shares(self.engine)
         self.compared_while_struck = 0
         self._prefixes = [self._tokens(draw.randint(8, 60)) for _ in range(6)]
 
@@ -76,7 +83,7 @@ class Model:
         chunk_bytes = layout.slot_bytes
         keeps = draw.random() < 0.7
         # Chunks of each size pass through the share of each tier.
-        host_bytes = draw.choice((12, 30, 100) if keeps else (40, 100)) * chunk_bytes
+        host_bytes = draw.choice((12, 30, 100) if keeps else (24, 40, 100)) * chunk_bytes
         tiers = self._tiers(folder, chunk_bytes)
         attached = draw.random() < 0.25
         if attached:
@@ -96,6 +103,16 @@ class Model:
             "store_timeout_s": 0.6,
         }
 
+    def _others(self):
+        """Attach engines of the same model, and of another one, to the server of the host."""
+        others = []
+        for model in self.draw.choice((["random"], ["other"], ["random", "other"], [])):
+            if self.host is not None:
+                memory = Memory(self.memory.kind, self.memory.num_blocks)
+                settings = self.settings | changeable(self.draw, bool(self.settings["cpu_bytes"]))
+                others.append(ModelEngine(self.draw, memory, settings, model))
+        return others
+
     def _serve(self, folder, chunk_bytes, tiers):
         """Start a server of the host, in whose memory namespaces have shares."""
         memory = self.draw.choice((40, 200)) * blocks_of(chunk_bytes) * BLOCK
@@ -103,9 +120,16 @@ class Model:
             "namespace_min": self.draw.choice((0, memory // 4)),
             "namespace_max": self.draw.choice((memory // 2, memory)),
         }
-        policy = self.draw.choice(("lru", "handicap"))
+        policy, lends = self.draw.choice(("lru", "handicap")), self.draw.random() < 0.8
+        settings = {"memory": memory, "policy": policy, "lend": lends, "backends": tiers, **shares}
         (folder / "host").mkdir()
-        return HostServer(folder / "host", memory=memory, policy=policy, backends=tiers, **shares)
+        if self.draw.random() < 0.5:  # the next server goes on with the memory of the last one
+            self.manager = ServiceManager(folder / "host")
+        host = HostServer(folder / "host", self.manager, **settings)
+        while self.manager is not None and not self.manager.kept:  # a descriptor more
+            self.manager.take_messages()
+            time.sleep(0.01)
+        return host
 
     def _tiers(self, folder, chunk_bytes):
         draw, tiers = self.draw, []
@@ -113,7 +137,7 @@ class Model:
         names += ("redis",) if redis_server.BINARY else ()
         for name in draw.sample(names, draw.choice((1, 2, 2, 3))):
             root = folder / name
-            num_chunks = draw.choice((60, 200, 600))
+            num_chunks = draw.choice((20, 60, 200, 600))
             tier = {"type": name}
             if name == "memory":
                 tier["capacity"] = num_chunks * chunk_bytes
@@ -141,6 +165,7 @@ class Model:
                 tier["durability"] = draw.choice(("none", "none", "fsync"))
                 tier["io"] = draw.choice(("auto", "direct", "buffered"))
                 tier["policy"] = draw.choice(("moody", "lru", "handicap"))
+                tier |= draw.choice(({}, {"ttl_s": TTL_S}))
             tiers.append(tier)
         return tiers
 
@@ -161,17 +186,21 @@ class Model:
         self.rest()
         until_s = time.monotonic() + seconds
         while self._goes_on(until_s):
-            before = self.engine.counts["compared"]
+            self.engine = self.draw.choice(self.engines)
+            before = self._compared()
             if self.draw.random() < 0.5:
                 self._endure()
             else:
                 self._be_struck(time.monotonic() + self.draw.uniform(0.3, 2 * REST_EVERY_S))
             self._reset_midway()
             self._tell()
-            self.compared_while_struck += self.engine.counts["compared"] - before
-            self.faults.heal()
+            self.compared_while_struck += self._compared() - before
+            self.faults.end()
             self.rest()
         self.close()
+
+    def _compared(self):
+        return sum(engine.counts["compared"] for engine in self.engines)
 
     def _goes_on(self, until_s):
         """Longer on a busy machine, where nothing may have been compared so far."""
@@ -180,27 +209,30 @@ class Model:
     def _be_struck(self, until_s):
         strike_at_s = 0.0
         while (now_s := time.monotonic()) < until_s:
-            if len(self.engine.waiting) < 8 and self.draw.random() < 0.3:
+            engine = self.draw.choice(self.engines)
+            if len(engine.waiting) < 8 and self.draw.random() < 0.3:
                 prompt = self.draw.choice(self._prefixes) + self._tokens(self.draw.randint(1, 20))
                 tokens = prompt[: self.draw.randint(9, 80)]
                 told = self.draw.choice(({}, {}, *RETURNS))  # all later than the model ends
-                self.engine.add(tokens, self.draw.choice((0, 1, 9)), **told)
+                engine.add(tokens, self.draw.choice((0, 1, 9)), **told)
             if now_s >= strike_at_s:
                 strike_at_s = now_s + self.draw.expovariate(STRIKES_A_SECOND)
                 self.faults.strike()
-            self.engine.step()
-            self.shares.check()
+            for each in self.engines:
+                each.step()
+                sums.check_shares(each)
             time.sleep(0.0005)
 
     def _endure(self):
         """Let all calls of a tier hang through loads and resets: it keeps its shares, no more."""
-        names = [tier["type"] for tier in self.settings.get("backends", ())]
+        settings = self.settings if self.host is None else self.host.settings
+        names = [tier["type"] for tier in settings["backends"]]
         if not (hangable := [name for name in names if name in hostile.HANGS]):
             return
         hung = self.draw.choice(hangable)
         self.faults.log.append(f"endure {hung}")
         prompts = [self._small_prompt() for _ in range(14)]
-        for prompt in prompts * self.settings["store_threshold"]:
+        for prompt in prompts * self.engine.settings["store_threshold"]:
             self.engine.add(prompt)
             self._finish_all()
         self._forget_prompts()
@@ -208,7 +240,8 @@ class Model:
         self._add(prompts)
         self._serve_until(time.monotonic() + 0.7)
         for _ in range(3):
-            self._add([self._small_prompt() for _ in range(8)] * self.settings["store_threshold"])
+            prompts = [self._small_prompt() for _ in range(8)]
+            self._add(prompts * self.engine.settings["store_threshold"])
             self._serve_until(time.monotonic() + 0.3)
             self.engine.reset(waits=False)
 
@@ -217,7 +250,7 @@ class Model:
         spec, kind = self.engine.connector._spec, self.memory.kind
         chunks = max(1, spec.num_slots // (10 * len(kind.groups)))
         return self._tokens(
-            min(60, chunks * kind.alignment * self.settings["blocks_per_chunk"]) + 1
+            min(60, chunks * kind.alignment * self.engine.settings["blocks_per_chunk"]) + 1
         )
 
     def _reset_midway(self):
@@ -231,7 +264,7 @@ class Model:
         for _ in range(draw.randint(1, 4)):
             engine.step()
         engine.reset(waits=draw.random() < 0.5)
-        for _ in range(self.settings["store_threshold"] + 1):
+        for _ in range(self.engine.settings["store_threshold"] + 1):
             self._finish_all()
             engine._drop_cached(len(engine._cached))
             self._add(prompts)
@@ -279,7 +312,7 @@ class Model:
             return set(spared) == needed and claims <= set(known)
 
         self._await(is_told, "a store does not know what was told")
-        if self.settings["waiting_share"] and self.memory.kind.keeps_prefixes:
+        if self.engine.settings["waiting_share"] and self.memory.kind.keeps_prefixes:
             queued = [request for request in engine.waiting if request.is_told]
             expected = {key.hex() for request in queued for key in self._keys(request)}
             assert expected <= needed, "the queue is not told"
@@ -292,7 +325,7 @@ class Model:
     def _serve_until(self, until_s):
         while time.monotonic() < until_s:
             self.engine.step()
-            self.shares.check()
+            sums.check_shares(self.engine)
             time.sleep(0.0005)
 
     def _forget_prompts(self):
@@ -302,13 +335,22 @@ class Model:
 
     def rest(self):
         """End all requests; then everything adds up, and each tier stores and loads again."""
-        self._finish_all()
-        sums.await_quiet(self.engine)
-        self._await(lambda: not self.engine.connector._spec.io._is_opening, "a tier stays closed")
-        self._await(self._stores_and_loads, "a tier stores nothing or loads nothing", STORES_S)
-        sums.await_quiet(self.engine)
+        for step in (self._become_quiet, self._serve_again):
+            for engine in self.engines:
+                self.engine = engine
+                step()
         self.held.check()
         self._check_tiers()
+
+    def _become_quiet(self):
+        self._finish_all()
+        sums.await_quiet(self.engine)
+
+    def _serve_again(self):
+        client = self.engine.connector._spec.io
+        self._await(lambda: not client._is_opening, "a tier stays closed")
+        self._await(self._stores_and_loads, "a tier stores nothing or loads nothing", STORES_S)
+        sums.await_quiet(self.engine)
 
     def _finish_all(self):
         """End all requests; on a busy machine that takes as long as one ends after the other."""
@@ -330,7 +372,7 @@ class Model:
 
     def _stores_and_loads_on(self, tier):
         prompt, connector = self._tokens(40), self.engine.connector
-        for _ in range(self.settings["store_threshold"]):
+        for _ in range(self.engine.settings["store_threshold"]):
             request = self.engine.add(prompt, tiers=[tier.name])
             self._finish_all()
             self.engine._drop_cached(len(self.engine._cached))
@@ -356,9 +398,11 @@ class Model:
         for root, capacity in self.capacities.items():
             assert sums.chunk_bytes(root) <= capacity, "the disk tier is above its capacity"
         for root in self.roots:
-            assert not sums.violations(root)
+            assert not (violations := sums.violations(root)), violations
         for root in self.encrypted:
             assert not sums.plain_chunks(root), "an encrypted tier stores what can be read"
+        for engine in self.engines:
+            sums.check_usage(engine)
         self._await(lambda: not sums.lent_bytes(self.engine), "a loan does not end")
         self._await(lambda: not sums.spared_by_hostile(self.folder), "a store spares for no queue")
         for store in sums.open_disks():
@@ -376,12 +420,15 @@ class Model:
     def close(self):
         """Close in the midst of work: nothing is written then, and nothing of it is left."""
         self._be_struck(time.monotonic() + 0.2)
-        self.faults.heal()
-        self.engine.connector.close(self.draw.choice((0.0, 3.0)))
-        before = self.memory.snapshot()
+        self.faults.end()
+        before = []
+        for engine in self.engines:
+            engine.connector.close(self.draw.choice((0.0, 3.0)))
+            before.append(engine.memory.snapshot())
         self._await_end()
-        for old, new in zip(before, self.memory.snapshot(), strict=True):
-            assert old.equal(new), "bytes were written after the connector was closed"
+        for engine, tensors in zip(self.engines, before, strict=True):
+            for old, new in zip(tensors, engine.memory.snapshot(), strict=True):
+                assert old.equal(new), "bytes were written after the connector was closed"
 
     def _await_end(self):
         until_s = time.monotonic() + sums.REST_S
@@ -402,16 +449,21 @@ def run(seed, seconds, folder, monkeypatch):
         model.run(seconds)
     except BaseException as error:
         model.faults.heal()
+        model.faults._part()
         error.add_note(f"seed {seed}: {model.kind}, {model.settings}")
-        error.add_note(f"last faults: {model.faults.log[-12:]}; {dict(model.engine.counts)}")
+        told = [(engine.model, dict(engine.counts)) for engine in model.engines]
+        error.add_note(f"last faults: {model.faults.log[-12:]}; {told}")
         error.add_note(f"again: python -m tests.support.random_model.model {seed} {seconds:g}")
-        model.engine.connector.close(0.0)
+        for engine in model.engines:
+            engine.connector.close(0.0)
         raise
     finally:
         if model.server is not None:
             model.server.stop()
         if model.host is not None:
             model.host.kill()
+        if model.manager is not None:
+            model.manager.close()
     return model
 
 
@@ -423,7 +475,8 @@ def main():
         model = run(seed, seconds, Path(folder), patched)
         took_s = time.monotonic() - began_s
     assert model.compared_while_struck, "no loaded chunk was compared while faults struck"
-    print(f"seed {seed}: {model.kind}, {took_s:.1f} s, {dict(model.engine.counts)}")
+    counts = sum((engine.counts for engine in model.engines), Counter())
+    print(f"seed {seed}: {len(model.engines)} of {model.kind}, {took_s:.1f} s, {dict(counts)}")
 
 
 if __name__ == "__main__":

@@ -96,30 +96,42 @@ def await_quiet(engine):
         assert time.monotonic() < until_s, f"not at rest: {left}, {busy} slots busy"
         time.sleep(0.01)
     check(connector)
+    check_counts(engine)
     assert engine.lost_blocks == 0, f"{engine.lost_blocks} blocks of the engine are lost"
 
 
-class Shares:
-    """What each tier keeps of host memory, counted from the I/O client's jobs, late ones too."""
+def check_counts(engine):
+    """Check that counters say what the engine was told, and that no answer was one too many."""
+    connector = engine.connector
+    told = sum(connector._manager.figures.hit_tokens.values())
+    assert told == engine.told, f"{told} loaded tokens are counted, and {engine.told} were told"
+    events = connector.stats()["events"]
+    assert not events["unexpected_completion"] + events["unexpected_release"], events
 
-    def __init__(self, engine):
-        self._engine = engine
 
-    def check(self):
-        connector = self._engine.connector
-        spec, client = connector._spec, connector._spec.io
-        half = spec.num_slots * spec.slot_bytes // 2
-        share = -(-spec.num_slots // 2 // len(client.tiers) or 1) * spec.slot_bytes
-        late = list(client._jobs.late.values())
-        jobs = [*list(client._jobs.unanswered.values()), *late]
-        for name in client.tiers:
-            of_tier = [job for job in jobs if job.order.tier == name]
-            stores = [_slots(job.order) for job in of_tier if isinstance(job.order, Store)]
-            loads = _loads([job for job in of_tier if not isinstance(job.order, Store)])
-            kept, most = _kept(stores), share + max(map(_largest, stores), default=0)
-            assert kept <= most, f"stores on {name} keep {kept} bytes of host memory, not {most}"
-            kept, most = _kept(loads), half + max(map(_bytes, loads), default=0)
-            assert kept <= most, f"loads from {name} keep {kept} bytes of host memory, not {most}"
+def check_usage(engine):
+    """Check that no store has more than it may have, by its own figures."""
+    for name, tier in engine.connector._spec.io.tiers.items():
+        usage = tier.usage
+        if usage is not None and usage.capacity_bytes is not None:
+            assert usage.resident_bytes <= usage.capacity_bytes, f"{name}: {usage}"
+
+
+def check_shares(engine):
+    """Check what each tier keeps of host memory, counted from the client's jobs, late ones too."""
+    spec, client = engine.connector._spec, engine.connector._spec.io
+    half = spec.num_slots * spec.slot_bytes // 2
+    share = -(-spec.num_slots // 2 // len(client.tiers) or 1) * spec.slot_bytes
+    late = list(client._jobs.late.values())
+    jobs = [*list(client._jobs.unanswered.values()), *late]
+    for name in client.tiers:
+        of_tier = [job for job in jobs if job.order.tier == name]
+        stores = [_slots(job.order) for job in of_tier if isinstance(job.order, Store)]
+        loads = _loads([job for job in of_tier if not isinstance(job.order, Store)])
+        kept, most = _kept(stores), share + max(map(_largest, stores), default=0)
+        assert kept <= most, f"stores on {name} keep {kept} bytes of host memory, not {most}"
+        kept, most = _kept(loads), half + max(map(_bytes, loads), default=0)
+        assert kept <= most, f"loads from {name} keep {kept} bytes of host memory, not {most}"
 
 
 def _loads(jobs):
