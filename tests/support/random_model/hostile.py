@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import ClassVar
 
 import msgspec
+import torch
 
 from kvoffload import registry
 from kvoffload.backends.base import Spares
@@ -33,6 +34,8 @@ from kvoffload.backends.disk.backend import DiskBackend, DiskOptions
 from kvoffload.policies.lru import LRUPolicy
 from kvoffload.transfer import factory
 from kvoffload.transfer.cpu.copier import CpuCopier
+from kvoffload.transfer.cuda.stream_copier import StreamCopier
+from tests.support.late_device import LateDevice
 from tests.support.vfs import HookedVfs
 
 KNOBS = ("hang", "hang_s", "slow", "slow_s", "raises", "length", "garbage", "refuses")
@@ -357,8 +360,8 @@ class Rough(DiskBackend):
 class LateCopier(CpuCopier):
     """Copies as a busy GPU does: late, and in any order; some fail, and some are refused."""
 
-    control, lag_s = None, 0.0
-    """Set by the model. The second is of each copy, at most."""
+    control, lag_s, has_streams = None, 0.0, False
+    """Set by the model. The second is of each copy, at most; the third: a GPU's are made."""
 
     def __init__(self, *parts):
         self._late, self._is_last = [], False
@@ -393,6 +396,23 @@ class LateCopier(CpuCopier):
         super()._copy(job)
 
 
+class FailingDevice(LateDevice):
+    """A GPU whose copies are late as well, and fail as planned, some of them enqueued."""
+
+    def copy(self, stream, copies, to_host, memory):
+        super().copy(stream, copies, to_host, memory)
+        if LateCopier.control.strikes("copy_fails"):
+            raise RuntimeError("planned")
+
+
+def late_copier(kv_caches, slab, layout):
+    """Make the copier of a CPU, or that of a GPU over memory of the CPU."""
+    if not LateCopier.has_streams:
+        return LateCopier(kv_caches, slab, layout)
+    device = FailingDevice(kv_caches, slab, LateCopier.control.draw.randrange(1 << 30))
+    return StreamCopier(kv_caches, slab, layout, device, stage_bytes=1 << 16)
+
+
 def install(folder, monkeypatch):
     """Register these tiers here, and in the I/O processes started from here."""
     info = folder / "site" / "hostile_tiers-1.0.dist-info"
@@ -403,6 +423,7 @@ def install(folder, monkeypatch):
     groups = f"[kvoffload.backends]\n{lines}[kvoffload.policies]\nmoody = {__name__}:Moody\n"
     (info / "entry_points.txt").write_text(groups)
     monkeypatch.syspath_prepend(str(folder / "site"))
-    monkeypatch.setattr(factory, "CpuCopier", LateCopier)
+    monkeypatch.setattr(factory, "CpuCopier", late_copier)
+    torch.set_num_threads(1)  # the stand-in of a GPU would start more of them, some time
     registry._named.cache_clear()
     return functools.partial(registry._named.cache_clear)

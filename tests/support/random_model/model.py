@@ -62,6 +62,7 @@ class Model:
         self.control = hostile.Control(str(folder / "control"), seed)
         self.control.set()
         hostile.LateCopier.control = self.control
+        hostile.LateCopier.has_streams = draw.random() < 0.3
         hostile.LateCopier.lag_s = draw.choice((0.0, 0.001, 0.01))
         self.roots = []
         self.server = self.host = self.manager = None
