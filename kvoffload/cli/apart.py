@@ -44,7 +44,8 @@ def run_apart(run: Callable[[], None]) -> None:
 def _run_and_tell(run: Callable[[], None], there: int) -> NoReturn:
     code = 1
     try:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to the parent as well
+        # A terminal sends it to the parent as well.
+        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
         signal.signal(signal.SIGTERM, _interrupt)
         run()
         code = 0
@@ -61,11 +62,15 @@ def _run_and_tell(run: Callable[[], None], there: int) -> NoReturn:
         os._exit(0)
 
 
-def _interrupt(*_: object) -> NoReturn:
-    """Let the command remove what it made, once."""
+def _interrupt(*_: object) -> None:
+    """Let the command remove what it made, once: as Ctrl+C would, which asyncio takes as a cancel.
+
+    An exception out of nowhere could end what waits for a step, and not the step.
+    """
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     drop_output(1, 2)
-    raise KeyboardInterrupt
+    if callable(interrupt := signal.getsignal(signal.SIGINT)):
+        interrupt(signal.SIGINT, None)
 
 
 def drop_output(*streams: int) -> None:
