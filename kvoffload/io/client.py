@@ -111,7 +111,7 @@ class IOClient:
         """Those of which a clogged link could not tell; guarded by it, too."""
         self._returns = LatestReturns()
         """When sessions need their chunks again, for stores that open; guarded by it as well."""
-        self._jobs = IOJobs(self._link.lock, lambda number: self._link.send(frame(Cancel(number))))
+        self._jobs = IOJobs(self._link.lock, self._cancel, self._moved)
         self._is_opening = self._is_starting = True
         """Whether stores are yet to open; whether one's constructor may keep the server silent."""
         self._needs_server = needs_server
@@ -159,7 +159,7 @@ class IOClient:
 
     # ---- on any thread ----
 
-    def begin(self, order: Load | Store, listener: Listener) -> None:
+    def begin(self, order: Load | Store, listener: Listener, *, needs_slots: bool = False) -> None:
         """Begin to read chunks into slots, or to write them from there; never waits.
 
         The listener of a load that may lend is lent chunks that are in a server's memory: their
@@ -168,6 +168,7 @@ class IOClient:
         Args:
             order: its number is given here.
             listener: is told of the chunks, and of the end.
+            needs_slots: whether more is to be read into the slots after it.
 
         Raises:
             KeyError: there is no such tier.
@@ -183,7 +184,7 @@ class IOClient:
         with link.lock:  # a server that dies either takes this job with it, or is known to be dead
             if is_up := link.is_up:
                 due_s = now_s + timeout_s
-                job = IOJob(order, listener, timeout_s, now_s, due_s)
+                job = IOJob(order, listener, timeout_s, now_s, due_s, needs_slots)
                 self._jobs.unanswered[order.job] = job
             link.push(data)
         if is_up and timeout_s < PATIENT_S:
@@ -368,10 +369,6 @@ class IOClient:
             case Lent():
                 self._borrow(message)
             case Answered():
-                job = self._jobs.unanswered.get(message.job)
-                if job is not None:  # known before it is answered
-                    is_current = message.job > self.opening.number
-                    self.tiers[job.order.tier].moved(job.order, message, is_current)
                 self._jobs.answered(message)
             case Passed():
                 if self._memory is None and self._peer is not None:
@@ -393,6 +390,12 @@ class IOClient:
                     tier.take(message)
                     if not was_met:
                         self._tell_waiting()
+
+    def _cancel(self, number: int) -> None:
+        self._link.send(frame(Cancel(number)))
+
+    def _moved(self, order: Load | Store, answer: Answered) -> None:
+        self.tiers[order.tier].moved(order, answer, order.job > self.opening.number)
 
     def _borrow(self, message: Lent) -> None:
         if (memory := self._memory) is None:
@@ -481,7 +484,7 @@ class IOClient:
         if not is_closing:
             self._reset_tiers()  # first: an answered job must not be followed by an old hit
         for job in jobs:
-            job.fail("shutdown" if is_closing else "io_died", settled=False)
+            job.fail("shutdown" if is_closing else "io_died")
         if is_closing:
             return
         if self._peer is not None:

@@ -23,9 +23,10 @@ TICK_S, IDLE_TICK_S = 0.02, 0.25
 """Time between two looks at deadlines while jobs run, and while none does."""
 PATIENT_S = IDLE_TICK_S + TICK_S
 """A look comes in time for a deadline so far away; waking its thread takes the engine 0.2 ms."""
-ARRIVED_S = 2.0
+ARRIVED_S = 0.5
 """How long a server may use the slots of a load of which all chunks have arrived: the server of a
-host stores them nearer. A request waits for that, and need not where a disk hangs."""
+host stores them nearer. A request waits for that, and need not where a disk is slow. Most copies
+end by then, so that the next load does not lack these slots."""
 CANCEL_GRACE_S = 0.02
 """How long a cancelled job may take to release its slots before it is answered as unsettled."""
 
@@ -69,6 +70,9 @@ class IOJob:
     timeout_s: float
     begun_s: float
     due_s: float
+    needs_slots: bool = False
+    """Whether more is to be read into its slots: then an answer before they are free is of no use.
+    """
     ok: bytearray = field(init=False)
     """Which of its chunks have arrived."""
     cancelled_s: float = 0.0
@@ -76,10 +80,15 @@ class IOJob:
     def __post_init__(self) -> None:
         self.ok = bytearray(len(self.order.keys))
 
-    def fail(self, reason: str, *, settled: bool) -> None:
-        """Answer that no chunk, but for those that arrived, succeeded."""
+    def failed(self, reason: str) -> Answered:
+        """Return the answer that no chunk, but for those that arrived, succeeded."""
         io_time_s = time.monotonic() - self.begun_s
-        self.listener.ended(bytes(self.ok), reason, settled, io_time_s)
+        return Answered(self.order.job, bytes(self.ok), reason, io_time_s)
+
+    def fail(self, reason: str) -> None:
+        """Give that answer, unsettled."""
+        answer = self.failed(reason)
+        self.listener.ended(answer.ok, reason, False, answer.io_time_s)
 
 
 class IOJobs:
@@ -88,11 +97,18 @@ class IOJobs:
     Args:
         lock: held by those who add jobs.
         cancel: asks the server to end a job.
+        moved: called with what a job has moved, just before it is answered.
     """
 
-    def __init__(self, lock: threading.Lock, cancel: Callable[[int], None]) -> None:
+    def __init__(
+        self,
+        lock: threading.Lock,
+        cancel: Callable[[int], None],
+        moved: Callable[[Load | Store, Answered], None],
+    ) -> None:
         self._lock = lock
         self._cancel = cancel
+        self._moved = moved
         self.unanswered: dict[int, IOJob] = {}
         """Those without an answer; any thread adds one."""
         self.late: dict[int, IOJob] = {}
@@ -120,15 +136,17 @@ class IOJobs:
                 raise ValueError(f"{len(message.ok)} answers for {len(job.order.keys)} chunks")
             if isinstance(job.order, Load) and any(message.ok):
                 self._has_moved(job)
+            if job.cancelled_s and not all(message.ok):
+                message.reason = "deadline"
+            self._moved(job.order, message)
             del self.unanswered[message.job]
-            is_late = job.cancelled_s and not all(message.ok)
-            reason = "deadline" if is_late else message.reason
-            job.listener.ended(message.ok, reason, True, message.io_time_s)
+            job.listener.ended(message.ok, message.reason, True, message.io_time_s)
 
     def _has_moved(self, job: IOJob) -> None:
         """Defer the deadlines of a load whose chunk arrived, and of loads that wait behind it."""
         now_s, order = time.monotonic(), job.order
-        job.due_s = now_s + (min(ARRIVED_S, job.timeout_s) if all(job.ok) else job.timeout_s)
+        is_soon_over = all(job.ok) and not job.needs_slots
+        job.due_s = now_s + (min(ARRIVED_S, job.timeout_s) if is_soon_over else job.timeout_s)
         with self._lock:
             jobs = list(self.unanswered.values())
         for other in jobs:
@@ -166,7 +184,8 @@ class IOJobs:
     def _leave(self, number: int, reason: str) -> None:
         """Answer a job whose slots the server may still use."""
         job = self.late[number] = self.unanswered.pop(number)
-        job.fail(reason, settled=False)
+        self._moved(job.order, job.failed(reason))
+        job.fail(reason)
 
     def lose(self) -> list[IOJob]:
         """Count all jobs as late, and return those that are not answered."""

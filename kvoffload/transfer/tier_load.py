@@ -106,11 +106,12 @@ class _Part(Listener):
 
     def begin(self) -> None:
         """Begin the read."""
+        load = self._load
         try:
-            sizes = self._load.layout.sizes(self._keys)
+            sizes = load.layout.sizes(self._keys)
             order = Load(0, self._tier, [*self._keys], [*self.slots], sizes, [*self._tenants])
-            order.may_lend = self._load.may_borrow
-            self._load.io.begin(order, self)
+            order.may_lend = load.may_borrow
+            load.io.begin(order, self, needs_slots=len(load.first) < len(load.parts))
         except Exception:
             log.exception("a read of %d chunks could not begin", len(self._keys))
             self.ended(bytes(len(self._keys)), "refused_transfer", True, 0.0)

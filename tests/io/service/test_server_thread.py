@@ -11,7 +11,7 @@ import threading
 import pytest
 
 from kvoffload.backends.disk.vfs import Vfs
-from kvoffload.io import client, greeting, server
+from kvoffload.io import client, deadlines, greeting, server
 from kvoffload.io.attached import AttachedServer
 from kvoffload.io.client import IOClient
 from kvoffload.io.protocol import Answered, Borrow, Load, MessageReader, Passed, Store, frame
@@ -20,7 +20,7 @@ from kvoffload.io.service.host_memory import HostMemory
 from kvoffload.io.service.host_store import HostStore
 from kvoffload.io.service.listener import Listener
 from kvoffload.io.service.settings import read_serve_config
-from kvoffload.metrics.names import ENGINES, ENGINES_LEAVING
+from kvoffload.metrics.names import ENGINES, ENGINES_LEAVING, LOAD_CHUNKS
 from kvoffload.transfer.shared_memory import create_shared_memory
 from tests.io.service.test_bad_input import KEYS as SLOTS
 from tests.io.service.test_bad_input import Talk, serves
@@ -121,6 +121,8 @@ def test_a_disk_that_hangs_stores_no_byte_of_what_an_engine_put_into_the_slots_l
         engine.wait_at_most(0.5)
         assert engine.load("a") == loaded
         assert hung
+        told = {(name, *labels): value for name, labels, value in engine.client.samples()}
+        assert told[LOAD_CHUNKS, "serve"] == loaded, "it counts when it is answered"
         for name in later:
             engine.store(name)
         go_on.set()
@@ -130,6 +132,39 @@ def test_a_disk_that_hangs_stores_no_byte_of_what_an_engine_put_into_the_slots_l
     _, thread, end = started_in_a_thread(path, near)
     engine.wait_at_most(30.0)
     assert until(lambda: engine.load("a")), "all chunks of it are right"
+    end()
+    thread.join(20)
+
+
+def test_a_load_in_turns_waits_for_the_slots_that_a_slow_nearer_disk_reads(
+    tmp_path, monkeypatch, attach, until
+):
+    path, near, far = str(tmp_path / "s"), tmp_path / "near", tmp_path / "far"
+    monkeypatch.setattr(deadlines, "ARRIVED_S", 0.0)
+    look, looks, pwritev = deadlines.IOJobs.look, [], Vfs.pwritev
+
+    def looked(*args):
+        looks.append(args)
+        return look(*args)
+
+    def slow(fd, *args):
+        if os.readlink(f"/proc/self/fd/{fd}").startswith(str(near)):
+            seen = len(looks)
+            until(lambda: len(looks) > seen + 2)
+        return pwritev(fd, *args)
+
+    _, thread, end = started_in_a_thread(path, far)
+    engine = attach(path, slots=12)
+    engine.store("a")
+    end()
+    thread.join(20)
+    _, thread, end = started_in_a_thread(path, near, far)
+    until(lambda: engine.died and engine.client.tiers["serve"].is_open)
+    with monkeypatch.context() as patched:
+        patched.setattr(deadlines.IOJobs, "look", looked)
+        patched.setattr(Vfs, "pwritev", staticmethod(slow))
+        assert engine.load("a") == 10
+    engine.check()
     end()
     thread.join(20)
 
