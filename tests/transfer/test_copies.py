@@ -207,8 +207,7 @@ def test_copies_leave_the_interpreter_to_others(page, num_tensors, num_blocks):
         PagesOfTensor(tensor.tensor.numpy(), region.offset)
         for tensor, region in zip(caches.tensors, layout.regions[0], strict=True)
     ]
-    slot = slab.flat[: layout.slot_bytes]
-    ids = np.random.default_rng(0).permutation(num_blocks)
+    ids = np.random.default_rng(0).permutation(num_blocks)[None]
     copies = [*gathers(parts, num_blocks, 0), *scatters(parts, num_blocks, 0)]
     assert len({type(part) for part in copies}) == 2
     interval = sys.getswitchinterval()
@@ -219,11 +218,9 @@ def test_copies_leave_the_interpreter_to_others(page, num_tensors, num_blocks):
 
             def copy_until_the_other_has_moved(part=part, steps=steps):
                 # One part, or several: that depends on where the tensors came to lie.
-                pages = (part._starts[:, None] + ids * part._steps_a_row).ravel()
-                its_own = slot[part._offset :][: len(pages) * part._page_bytes]
                 # In time of this thread: a busy machine may run the other one late.
                 while len(steps) < 5 and time.thread_time() < LONGEST_S:
-                    part._copy(pages, its_own)
+                    part.copy(ids, 0, slab.flat, [0])
 
             thread = threading.Thread(target=copy_until_the_other_has_moved)
             thread.start()
@@ -263,3 +260,30 @@ def test_submitting_takes_work_in_proportion_to_the_blocks():
     for to_host in (True, False):
         assert counts[2048, to_host] < 8.2 * counts[256, to_host]
         assert counts[2048, to_host] < 16 * 2048
+
+
+@pytest.mark.parametrize("page", [512, 1 << 16])
+def test_a_further_chunk_of_a_copy_takes_few_calls(page):
+    """Of Python or of numpy: each of them needs the GIL, for which the engine waits."""
+    counts = {}
+    for num_chunks in (40, 120):
+        caches = make_caches([[page]], 0, 4 * num_chunks)
+        layout = ChunkLayout(caches, 4)
+        slab = Slab(num_chunks, layout.slot_bytes)
+        spec = GPULoadStoreSpec(np.random.default_rng(0).permutation(4 * num_chunks))
+        moves = layout.moves(spec, list(range(num_chunks)))
+        calls = []
+
+        def count(frame, event, arg, calls=calls):
+            if event in ("call", "c_call"):
+                calls.append(event)
+
+        threading.setprofile(count)
+        try:
+            with closing(CpuCopier(caches, slab, layout)) as copier:
+                for to_host in (True, False):
+                    copier.launch(moves, to_host, copier.record_fence()).wait()
+        finally:
+            threading.setprofile(None)
+        counts[num_chunks] = len(calls)
+    assert counts[120] - counts[40] < 80 * 2 * 2

@@ -124,15 +124,15 @@ class CpuCopier:
         return self._queue.get()
 
     def _copy(self, job: Job) -> None:
-        payload_bytes = self._layout.payload_bytes
-        ends: list[list[tuple[Indices, int, HostBytes]]] = [[] for _ in self._layout.regions]
-        for move in job.moves:
-            ids = move.block_ids.astype(np.intp)
-            start = move.host_slot * job.slot_bytes
-            slot = job.memory[start : start + payload_bytes[move.group_idx]]
-            ends[move.group_idx].append((ids, move.first, slot))
-        for copies, mine in zip(self._copies[job.to_host], ends, strict=True):
+        slots, groups, firsts, starts, counts = job.moves.chunks
+        alike: list[list[tuple[Indices, int, list[int]]]] = [[] for _ in self._layout.regions]
+        # Chunks of the same blocks cost few Python objects each: the thread has the GIL for them.
+        for group, first, count in {*zip(*job.moves.chunks[[1, 2, 4]].tolist(), strict=True)}:
+            mine = (groups == group) & (firsts == first) & (counts == count)
+            ids = job.moves.block_ids[starts[mine][:, None] + np.arange(count)].astype(np.intp)
+            alike[group].append((ids, first, (slots[mine] * job.slot_bytes).tolist()))
+        for copies, chunks in zip(self._copies[job.to_host], alike, strict=True):
             # Tensor by tensor: one tensor's pages stay in the processor's caches and TLB.
             for part in copies:
-                for ids, first, slot in mine:
-                    part.copy(ids, first, slot)
+                for ids, first, places in chunks:
+                    part.copy(ids, first, job.memory, places)

@@ -76,32 +76,51 @@ class PageCopy:
         self._starts: Indices = np.array([(p.address - base) // self._step for p in parts], np.intp)
         self._steps_a_row = first.row_bytes // self._step
 
-    def copy(self, ids: Indices, first: int, slot: HostBytes) -> None:
-        """Copy the blocks ``ids``, which are block ``first`` of the chunk and those after it."""
-        rows, length = ids * self._steps_a_row, len(ids) * self._page_bytes
-        if len(ids) == self._per_chunk:
-            pages = (self._starts[:, None] + rows).ravel()
-            self._copy_all(pages, slot[self._offset :][: length * len(self._starts)])
+    def copy(self, ids: Indices, first: int, memory: HostBytes, slots: Sequence[int]) -> None:
+        """Copy blocks of chunks.
+
+        Args:
+            ids: a row for each chunk: block ``first`` of it and those after it.
+            first: the same for all these chunks.
+            memory: what has the slots.
+            slots: the first byte of each chunk's slot.
+        """
+        rows = ids * self._steps_a_row
+        if ids.shape[1] == self._per_chunk:
+            pages = (self._starts[:, None] + rows[:, None]).reshape(len(ids), -1)
+            self._copy_all(pages, memory, [at + self._offset for at in slots])
             return
         # In a part of a chunk, the pages of two tensors are not adjacent in the slot.
         for i, start in enumerate(self._starts):
-            at = self._offset + (i * self._per_chunk + first) * self._page_bytes
-            self._copy_all(start + rows, slot[at : at + length])
+            before = self._offset + (i * self._per_chunk + first) * self._page_bytes
+            self._copy_all(start + rows, memory, [at + before for at in slots])
 
-    def _copy_all(self, pages: Indices, in_slot: HostBytes) -> None:
-        for begin in range(0, len(pages), PAGES_AT_ONCE):
-            some = pages[begin : begin + PAGES_AT_ONCE]
-            # The processor looks up many page addresses in parallel while it reads one byte of
-            # each. While it copies pages, it looks up one at a time. Both ends are read, because
-            # our pages may cross a boundary of the system's pages.
-            ends = some * self._step
-            self._bytes.take(ends, mode="clip")
-            ends += self._page_bytes - 1
-            self._bytes.take(ends, mode="clip")
-            at = begin * self._page_bytes
-            self._copy(some, in_slot[at : at + len(some) * self._page_bytes])
+    def _copy_all(self, pages: Indices, memory: HostBytes, places: Sequence[int]) -> None:
+        """Copy a row of pages for each chunk, as many chunks at once as fit the TLB."""
+        size, num_pages = self._page_bytes, pages.shape[1]
+        most = max(1, PAGES_AT_ONCE // num_pages)
+        for i in range(0, len(pages), most):
+            for begin in range(0, num_pages, PAGES_AT_ONCE):
+                some = pages[i : i + most, begin : begin + PAGES_AT_ONCE]
+                if size < LARGE_PAGE_BYTES:
+                    self._touch(some)
+                length, before = some.shape[1] * size, begin * size
+                parts = [memory[at + before :][:length] for at in places[i : i + most]]
+                self._copy(some, parts)
 
-    def _copy(self, pages: Indices, in_slot: HostBytes) -> None:
+    def _touch(self, pages: Indices) -> None:
+        """Read one byte of each end of pages, which may cross a boundary of the system's pages.
+
+        The processor looks up many page addresses in parallel meanwhile. While it copies pages, it
+        looks up one at a time.
+        """
+        ends = pages * self._step
+        self._bytes.take(ends, mode="clip")
+        ends += self._page_bytes - 1
+        self._bytes.take(ends, mode="clip")
+
+    def _copy(self, pages: Indices, in_slots: Sequence[HostBytes]) -> None:
+        """Copy a row of pages to or from each place in a slot."""
         raise NotImplementedError
 
 
@@ -113,10 +132,10 @@ class Gather(PageCopy):
         self._items: Items = np.frombuffer(self._memory, np.dtype((np.void, self._step)))
         self._within: Indices = np.arange(self._page_bytes // self._step, dtype=np.intp)
 
-    def _copy(self, pages: Indices, in_slot: HostBytes) -> None:
-        index = pages if len(self._within) == 1 else (pages[:, None] + self._within).ravel()
-        # With "clip" numpy needs no buffer; the indices have been checked.
-        self._items.take(index, out=in_slot.view(self._items.dtype), mode="clip")
+    def _copy(self, pages: Indices, in_slots: Sequence[HostBytes]) -> None:
+        for index, slot in zip(_items_of(pages, self._within), in_slots, strict=True):
+            # With "clip" numpy needs no buffer; the indices have been checked.
+            self._items.take(index, out=slot.view(self._items.dtype), mode="clip")
 
 
 class GatherTwice(PageCopy):
@@ -126,8 +145,9 @@ class GatherTwice(PageCopy):
         super().__init__(parts, per_chunk)
         self._items = _overlapping(self._memory, self._page_bytes, self._step)
 
-    def _copy(self, pages: Indices, in_slot: HostBytes) -> None:
-        in_slot.view(self._items.dtype)[:] = self._items[pages]
+    def _copy(self, pages: Indices, in_slots: Sequence[HostBytes]) -> None:
+        for index, slot in zip(pages, in_slots, strict=True):
+            slot.view(self._items.dtype)[:] = self._items[index]
 
 
 class Scatter(PageCopy):
@@ -143,18 +163,24 @@ class Scatter(PageCopy):
         starts = range(0, self._page_bytes, item_bytes)
         self._within: Indices = np.array([at // self._step for at in starts], np.intp)
 
-    def _copy(self, pages: Indices, in_slot: HostBytes) -> None:
-        index = pages if len(self._within) == 1 else (pages[:, None] + self._within).ravel()
-        self._items[index] = in_slot.view(self._items.dtype)
+    def _copy(self, pages: Indices, in_slots: Sequence[HostBytes]) -> None:
+        for index, slot in zip(_items_of(pages, self._within), in_slots, strict=True):
+            self._items[index] = slot.view(self._items.dtype)
 
 
 class ScatterLarge(PageCopy):
     """Slot → blocks, page by page: a few large items would be copied without releasing the GIL."""
 
-    def _copy(self, pages: Indices, in_slot: HostBytes) -> None:
-        size = self._page_bytes
-        for i, begin in enumerate((pages * self._step).tolist()):
-            self._bytes[begin : begin + size] = in_slot[i * size : (i + 1) * size]
+    def _copy(self, pages: Indices, in_slots: Sequence[HostBytes]) -> None:
+        size, target = self._page_bytes, self._bytes
+        for begins, slot in zip((pages * self._step).tolist(), in_slots, strict=True):
+            for i, begin in enumerate(begins):
+                target[begin : begin + size] = slot[i * size : (i + 1) * size]
+
+
+def _items_of(pages: Indices, within: Indices) -> Indices:
+    """Return the items of rows of pages."""
+    return pages if len(within) == 1 else (pages[:, :, None] + within).reshape(len(pages), -1)
 
 
 def _item_bytes(page_bytes: int, step: int) -> int:
