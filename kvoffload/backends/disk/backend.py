@@ -162,10 +162,11 @@ class DiskBackend(ThreadPoolBackend):
             return [ReadResult.UNAVAILABLE] * len(keys)
         check_lengths(keys, into)
         targets, loaded, store = [target.cast("B") for target in into], list[int](), self._store
+        names = [name_of(0, key) for key in keys]
 
         def load(run: range) -> list[bool | ReadResult]:
             part = slice(run.start, run.stop)
-            found = store.load_run(keys[part], targets[part])
+            found = store.load_run(names[part], keys[part], targets[part])
             for i, answer in zip(run, found, strict=True):
                 if answer:
                     loaded.append(i)
@@ -173,13 +174,13 @@ class DiskBackend(ThreadPoolBackend):
             return found
 
         # Chunks in slots that follow one another are read by one call.
-        runs = store.runs(keys, targets) if keys else []
+        runs = store.slots.runs(names, targets) if keys else []
         failed, is_quick = ReadResult.UNAVAILABLE, self.is_quick(into)
         try:
             return await self.run_all("read", runs, load, failed, is_quick=is_quick)
         finally:  # also for a load that its deadline cut off
             # The head of a prefix becomes the most recent.
-            store.used([name_of(0, keys[i]) for i in sorted(loaded, reverse=True)])
+            store.used([names[i] for i in sorted(loaded, reverse=True)])
 
     async def write(
         self, keys: Sequence[bytes], chunks: Sequence[memoryview], tenants: Sequence[bytes] = ()

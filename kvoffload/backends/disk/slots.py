@@ -29,7 +29,9 @@ _MOST_USES = 128
 _WRITEBACK_BYTES = 1 << 20
 """The kernel is told to write what has gathered in so large parts: each call takes time."""
 MOST_RUN_BYTES = 512 << 10
-"""A chunk is told of when the whole run is moved."""
+"""Chunks are hashed before they are written: more would leave the processor's cache between."""
+MOST_READ_BYTES = 1 << 20
+"""Each read costs as much as a copy of 128 KiB; a chunk is told of when the whole run is read."""
 
 
 class SlotDraft(NamedTuple):
@@ -117,9 +119,9 @@ class Slots:
     def runs(self, names: Sequence[Name], targets: Sequence[memoryview]) -> list[range]:
         """Return chunks in parts that :meth:`read_run` reads by one call, or that have one."""
         size = targets[0].nbytes
-        if not size or size % PAGE or any(target.nbytes != size for target in targets):
+        if not size or size % PAGE or len({target.nbytes for target in targets}) > 1:
             return [range(i, i + 1) for i in range(len(names))]
-        return self.segments.runs(names, min(MOST_IN_RUN, max(1, MOST_RUN_BYTES // size)))
+        return self.segments.runs(names, min(MOST_IN_RUN, max(1, MOST_READ_BYTES // size)))
 
     def read_run(
         self, names: Sequence[Name], keys: Sequence[bytes], targets: Sequence[memoryview]

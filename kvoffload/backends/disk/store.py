@@ -174,15 +174,10 @@ class DiskStore(Counts):
             reason, seen = self._form_of(name).read(name, key, target)
         return ReadResult.HIT if reason is None else self._missed(name, reason, seen)
 
-    def runs(self, keys: Sequence[bytes], targets: Sequence[memoryview]) -> list[range]:
-        """Return chunks in parts for :meth:`load_run`."""
-        return self.slots.runs([name_of(0, key) for key in keys], targets)
-
     def load_run(
-        self, keys: Sequence[bytes], targets: Sequence[memoryview]
+        self, names: Sequence[Name], keys: Sequence[bytes], targets: Sequence[memoryview]
     ) -> list[bool | ReadResult]:
-        """Load a part of :meth:`runs`."""
-        names = [name_of(0, key) for key in keys]
+        """Load chunks of this namespace as :meth:`Slots.runs` returned them."""
         are_read = len(keys) > 1 and not self.uses.expires
         sound = self.slots.read_run(names, keys, targets) if are_read else [False] * len(keys)
         if all(sound):

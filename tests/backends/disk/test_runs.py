@@ -4,6 +4,7 @@ import errno
 import time
 from collections import Counter
 
+import pytest
 from disk_parts import (
     ON_DISK,
     SIZE,
@@ -57,6 +58,20 @@ async def test_a_run_is_one_read(tmp_path):
     assert all(await write(backend, keys))
     assert await read(backend, keys) == [True] * len(keys)
     assert vfs.reads.total() == 3
+
+
+@pytest.mark.parametrize(("kib", "in_a_run"), [(128, 8), (256, 4)])
+async def test_a_run_of_larger_chunks_has_a_mib(tmp_path, kib, in_a_run):
+    vfs = CountingVfs()
+    backend = open_with(vfs, tmp_path)
+    size, keys = kib << 10, keys_of(2 * in_a_run)
+    chunks = [memoryview(payload_of(key, size)) for key in keys]
+    assert all(await backend.write(keys, chunks))
+    vfs.reads.clear()
+    into = slots(len(keys), size)
+    assert await backend.read(keys, into) == [True] * len(keys)
+    assert [*into] == chunks
+    assert vfs.reads.total() == 2
 
 
 async def test_only_neighbours_in_one_order_are_a_run(tmp_path):
