@@ -103,21 +103,16 @@ class PageCopy:
             for begin in range(0, num_pages, PAGES_AT_ONCE):
                 some = pages[i : i + most, begin : begin + PAGES_AT_ONCE]
                 if size < LARGE_PAGE_BYTES:
-                    self._touch(some)
-                length, before = some.shape[1] * size, begin * size
-                parts = [memory[at + before :][:length] for at in places[i : i + most]]
+                    # The processor looks up many page addresses in parallel while it reads one byte
+                    # of each. While it copies pages, it looks up one at a time. Both ends are read,
+                    # because our pages may cross a boundary of the system's pages.
+                    ends = some * self._step
+                    self._bytes.take(ends, mode="clip")
+                    ends += size - 1
+                    self._bytes.take(ends, mode="clip")
+                start, end = begin * size, (begin + some.shape[1]) * size
+                parts = [memory[at + start : at + end] for at in places[i : i + most]]
                 self._copy(some, parts)
-
-    def _touch(self, pages: Indices) -> None:
-        """Read one byte of each end of pages, which may cross a boundary of the system's pages.
-
-        The processor looks up many page addresses in parallel meanwhile. While it copies pages, it
-        looks up one at a time.
-        """
-        ends = pages * self._step
-        self._bytes.take(ends, mode="clip")
-        ends += self._page_bytes - 1
-        self._bytes.take(ends, mode="clip")
 
     def _copy(self, pages: Indices, in_slots: Sequence[HostBytes]) -> None:
         """Copy a row of pages to or from each place in a slot."""
