@@ -180,13 +180,13 @@ def test_chunks_are_copied_as_they_arrive_while_later_ones_are_still_being_read(
     originals = store_all(half, until, "disk")
     read, order = disk._store.load_run, []
 
-    def read_the_last_ones_last(keys, targets):
+    def read_the_last_ones_last(names, keys, targets):
         if KEYS[19] in keys:
             rest = slice(0, 2 * (20 - len(keys)))  # blocks
             pairs = list(zip(half.caches.tensors, originals, strict=True))
             until(lambda: all(torch.equal(t.tensor[rest], was[rest]) for t, was in pairs))
             order.append("copied")
-        good = read(keys, targets)
+        good = read(names, keys, targets)
         order.extend(["read"] * len(keys))
         return good
 
