@@ -5,6 +5,7 @@ A :class:`ChecksumSeal` leaves the chunk as it is. The seal of
 """
 
 import hashlib
+from collections.abc import Sequence
 from typing import Protocol
 
 from kvoffload.backends.header import (
@@ -129,20 +130,25 @@ def tenant_tag(tenant: bytes, key: bytes) -> bytes:
 
 
 def fault_by_check(
-    seal: Seal | None, header: memoryview, payload: memoryview, key: bytes, namespace: bytes
+    seal: Seal | None,
+    header: memoryview,
+    pieces: Sequence[memoryview],
+    key: bytes,
+    namespace: bytes,
 ) -> str | None:
     """Return why header and payload are not the chunk wanted, as loads with a seal would find.
 
     Of a chunk that another kind of seal guards, or other keys do, only header and length are
-    checked.
+    checked. ``pieces``: the payload, wherever its parts lie.
     """
     found = parse_header(header)
-    reason = mismatch(found, key, namespace, payload.nbytes)
+    reason = mismatch(found, key, namespace, sum(piece.nbytes for piece in pieces))
     if reason is not None or not isinstance(found, Header):
         return reason
     if (running := (seal or ChecksumSeal()).begin_check(header, found)) is None:
         return OTHER_KEY
-    running.update(payload)
+    for piece in pieces:
+        running.update(piece)
     return None if running.is_whole() else "payload"
 
 

@@ -47,6 +47,7 @@ from kvoffload.io.protocol import (
     Release,
     Remove,
     Store,
+    Used,
     frame,
 )
 from kvoffload.io.remote_tier import RemoteTier
@@ -197,6 +198,23 @@ class IOClient:
         with self._link.lock:  # a server that is started again is asked by this call, or at once
             self._borrows = True
             self._link.push(frame(Borrow()))
+
+    def has_read(
+        self, tier: RemoteTier, listing: int, keys: list[bytes], num_bytes: int, seconds: float
+    ) -> bool:
+        """Count chunks that the engine has read in place, and tell the store of their use.
+
+        Returns:
+            False if the tier has been opened again since that listing: it may not have them now.
+        """
+        data, link = frame(Used(tier.name, keys)), self._link
+        with link.lock:  # a renewal comes before it or after it
+            if tier.listing != listing:
+                return False
+            if not link.is_clogged:  # uses are a hint
+                link.push(data)
+        tier.has_read(len(keys), num_bytes, seconds)
+        return True
 
     def remove(self, tier: str, keys: Sequence[bytes]) -> None:
         """Begin removing chunks from a store; nothing tells when that is done."""
@@ -424,7 +442,8 @@ class IOClient:
         self._is_starting = isinstance(message, Opened) and not message.tiers
         if isinstance(message, Opened):
             for opened in message.tiers:
-                self.tiers[opened.name].opened(opened.has_index, opened.is_shared)
+                tier = self.tiers[opened.name]
+                tier.opened(opened.has_index, opened.is_shared, opened.in_place)
                 self.opening.opened(opened.name)
             if message.tiers and (returns := self._returns.to_come()):
                 self._link.push(frame(Expect(returns)))

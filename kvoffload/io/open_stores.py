@@ -5,7 +5,7 @@ import logging
 import threading
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from inspect import signature
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from msgspec import convert
 
@@ -38,6 +38,22 @@ KEYS_PER_MESSAGE = 1024
 """Keys in one message to the engine's process, which decodes it in one go."""
 
 
+@runtime_checkable
+class ReadInPlace(Protocol):
+    """A store with chunks that an engine of this host reads itself, where that takes no wait.
+
+    Its class has an attribute ``reader``, which is called with what :meth:`in_place` returns.
+    """
+
+    def in_place(self) -> dict[str, Any]:
+        """Return what a reader needs to know; empty: there is none."""
+        ...
+
+    def used(self, keys: Sequence[bytes]) -> None:
+        """Note a use of chunks, the head of a prefix first; does no I/O."""
+        ...
+
+
 class OpenStore:
     """One open store, and what it has yet to tell. A plug-in's exception is only logged."""
 
@@ -52,6 +68,7 @@ class OpenStore:
         self.observable = backend if isinstance(backend, Observable) else None
         self.lends = backend if isinstance(backend, Lends) else None
         self._spares = backend if isinstance(backend, Spares) else None
+        self._in_place = backend if isinstance(backend, ReadInPlace) else None
         self.is_shared = bool(getattr(backend, "is_shared", False))
         """Whether processes of this host that open it alike see each other's chunks."""
         self.is_told = False
@@ -97,6 +114,15 @@ class OpenStore:
                 self.index.forget(keys)
             except Exception as error:
                 self._failed("forget", error)
+
+    def in_place(self) -> dict[str, Any]:
+        """Return what an engine must know to read chunks itself; empty: it cannot."""
+        return self._in_place.in_place() if self._in_place is not None else {}
+
+    def used(self, keys: Sequence[bytes]) -> None:
+        """Tell the store what an engine has read itself."""
+        if self._in_place is not None:
+            self._in_place.used(keys)
 
     def spare(self, keys: Collection[bytes]) -> None:
         """Tell the store what requests in the engine's queue need."""

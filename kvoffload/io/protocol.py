@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 from kvoffload.policies.told_return import ToldReturn
 
-VERSION = 15
+VERSION = 16
 HAD = 2
 """In answers to a store: the chunk was there, and nothing was moved."""
 _LENGTH_BYTES = 4
@@ -159,6 +159,13 @@ class Forget(_Message):
     keys: list[bytes]
 
 
+class Used(_Message):
+    """Tell a store of chunks that the engine has read in place; nothing answers."""
+
+    tier: str
+    keys: list[bytes]
+
+
 class Remove(_Message):
     """Remove chunks from a store; nothing answers."""
 
@@ -190,6 +197,8 @@ class TierOpened(msgspec.Struct, array_like=True, frozen=True):
     name: str
     has_index: bool
     is_shared: bool
+    in_place: dict[str, Any] = {}
+    """See :class:`kvoffload.io.open_stores.ReadInPlace`."""
 
 
 class Opened(_Message):
@@ -305,7 +314,9 @@ class Logged(_Message):
     text: str
 
 
-ToServer = Open | Load | Store | Cancel | Borrow | Release | Ask | Forget | Remove | Await | Expect
+ToServer = (
+    Open | Load | Store | Cancel | Borrow | Release | Ask | Forget | Used | Remove | Await | Expect
+)
 ToClient = (
     Opened
     | Refused

@@ -68,6 +68,8 @@ class RemoteTier:
         """Chunks that appeared or left since they were last taken; None unless they are relayed."""
         self._keeps_changes = False
         self._loads, self._stores = Traffic(LOADS, name), Traffic(STORES, name)
+        self._counting = threading.Lock()
+        """Held while traffic is added: also threads that read in place do that."""
         self._told: tuple[Counter[str], Figures | None] = (Counter(), None)
         """What earlier openings of the store have counted, and the figures of this one. They are
         replaced together, because any thread reads them."""
@@ -110,6 +112,11 @@ class RemoteTier:
         # so that keys appended as the client's thread ended its taking cause a call.
         if len(unsent) <= len(keys):
             self._ask()
+
+    def has_read(self, chunks: int, num_bytes: int, seconds: float) -> None:
+        """Count chunks that the engine has read itself; on any thread."""
+        with self._counting:
+            self._loads.add(chunks, num_bytes, seconds)
 
     @property
     def is_up(self) -> bool:
@@ -214,6 +221,8 @@ class RemoteTier:
         """Forget everything: the store is closed, or is another one now."""
         self.is_open = False  # first: see :meth:`forget`
         """Whether the store has opened since the last reset."""
+        self.in_place: dict[str, Any] = {}  # before the number: who reads that, and then this
+        """What an engine must know to read chunks itself; empty: it cannot."""
         self.listing += 1
         with self._lock:
             self._keys = set()
@@ -232,7 +241,9 @@ class RemoteTier:
         self._patient_until_s = time.monotonic() + self.lookup_timeout_s
         self._told = Counter(self.counters), None
 
-    def opened(self, has_index: bool, is_shared: bool = False) -> None:
+    def opened(
+        self, has_index: bool, is_shared: bool = False, in_place: dict[str, Any] | None = None
+    ) -> None:
         """Take in that the store is open."""
         self._patient_until_s = time.monotonic() + self.lookup_timeout_s
         self.is_complete, self.is_met = False, not has_index
@@ -240,7 +251,7 @@ class RemoteTier:
         with self._lock:
             if not has_index and self._relayed is None:
                 self._cache = PresenceCache(self._ask, self.lookup_timeout_s, ANSWER_S)
-        self.is_open = True
+        self.is_open, self.in_place = True, in_place or {}
 
     def refused(self) -> None:
         """Take in that the store is closed, or cannot be opened now: it has nothing."""
@@ -292,7 +303,8 @@ class RemoteTier:
         else:
             num_bytes = sum(size for size, fine in zip(sizes, ok, strict=True) if fine == 1)
         traffic = self._loads if isinstance(order, Load) else self._stores
-        traffic.add(good, num_bytes, answer.io_time_s)
+        with self._counting:
+            traffic.add(good, num_bytes, answer.io_time_s)
         cache = self._cache
         if is_current and cache is not None and isinstance(order, Store):
             for key, fine in zip(order.keys, ok, strict=True):

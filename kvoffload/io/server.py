@@ -64,6 +64,7 @@ from kvoffload.io.protocol import (
     Store,
     TierOpened,
     ToClient,
+    Used,
     frame,
 )
 
@@ -226,6 +227,9 @@ class Session:
                 if store := self._stores.get(message.tier):
                     store.forget(message.keys)
                 self.send(Forgotten(message.tier, message.keys))
+            case Used():
+                if store := self._stores.get(message.tier):
+                    store.used(message.keys)
             case Remove():
                 if store := self._stores.get(message.tier):
                     self._spawn(store.backend.remove(message.keys), _cost(message))
@@ -346,7 +350,8 @@ class Session:
         self._stores[store.name] = store
         if self.queue.needs:  # at once: jobs that waited for the store may evict
             store.spare(self.queue.keys())
-        told = TierOpened(store.name, store.index is not None, store.is_shared)
+        has_index, in_place = store.index is not None, store.in_place()
+        told = TierOpened(store.name, has_index, store.is_shared, in_place)
         self.send(Opened(wanted.number, [told], remains))
         # The engine waits for a first word of each store.
         if store.index is not None:

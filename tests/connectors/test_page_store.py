@@ -1,6 +1,5 @@
 """Pages of an engine's memory on tiers: exact bytes, bounded calls, slots that late reads keep."""
 
-import ctypes
 import os
 import threading
 
@@ -19,35 +18,8 @@ from kvoffload.metrics.names import METRICS
 from kvoffload.metrics.samples import BUCKETS_S
 from kvoffload.testing import Plan
 from tests.support.disk_chunks import stored_in
+from tests.support.host_pages import PAGE, Pool, disk
 from tests.support.planned_store import Process, installed
-
-PART = 1000
-PAGE = 2 * PART
-NUM_PAGES = 64
-
-
-class Pool:
-    """An engine's host memory: the two parts of a page lie far from each other."""
-
-    def __init__(self):
-        self.memory = bytearray(NUM_PAGES * PAGE)
-        self._address = ctypes.addressof(ctypes.c_char.from_buffer(self.memory))
-
-    def page(self, i):
-        half = NUM_PAGES * PART
-        return [(self._address + i * PART, PART), (self._address + half + i * PART, PART)]
-
-    def pages(self, numbers):
-        return [self.page(i) for i in numbers]
-
-    def fill(self, numbers, seed=0):
-        for i in numbers:
-            for address, size in self.page(i):
-                text = f"{seed} {i} {address - self._address} ".encode() * size
-                ctypes.memmove(address, text[:size], size)
-
-    def read(self, numbers):
-        return [b"".join(ctypes.string_at(*part) for part in self.page(i)) for i in numbers]
 
 
 @pytest.fixture
@@ -80,10 +52,6 @@ def be_patient(store):
 
 def keys(count, start=0):
     return [f"key {i}".encode() for i in range(start, start + count)]
-
-
-def disk(root, **more):
-    return {"type": "disk", "root": str(root), "capacity": "64MiB", "min_free": 0, **more}
 
 
 def test_a_store_job_takes_a_bounded_number_of_bytes(pool, opened, tmp_path, monkeypatch):

@@ -35,6 +35,13 @@ class HookedVfs(Vfs):
         self._paths[fd] = path
         return fd
 
+    def open_cached(self, name: str | bytes, flags: int, folder_fd: int | None = None) -> int:
+        """See :class:`Vfs`."""
+        path = os.fsdecode(name)
+        opened = self.around("open_cached", path, lambda: Vfs.open_cached(name, flags, folder_fd))
+        self._paths[opened] = path
+        return opened
+
     def close(self, fd: int) -> None:
         """See :class:`Vfs`; the descriptor is closed even if the call is made to fail."""
         path = self._paths.pop(fd, "")

@@ -5,6 +5,7 @@ This module is the asynchronous face. ``store`` keeps the chunks, in one of two 
 ``slots`` has many small chunks in a ``segment``, and reads and writes them; ``segments`` knows
 which chunk is where, and ``descriptors`` has a few of their files open. Of both,
 ``file_calls`` asks what the page cache has, and ``cache_room`` judges whether stores may fill it.
+In an engine's process ``cached_files`` reads files that the page cache has.
 ``index`` knows which exist, ``space`` makes room, and a ``reservation`` has that of a job. ``root``
 opens the folder, whose processes share ``quota``, ``locks`` and ``limits``. ``housekeeper`` works
 in the background; its ``scanner`` compares the index with the folders.
@@ -22,6 +23,7 @@ from typing import Any, TypeVar
 from kvoffload.backends.base import Described, ReadResult, Removal, Usage, Written, check_lengths
 from kvoffload.backends.blocking_pool import run_once, start_once
 from kvoffload.backends.disk import manifest
+from kvoffload.backends.disk.cached_files import CachedFiles, facts_for_readers
 from kvoffload.backends.disk.chunk_file import bytes_on_disk
 from kvoffload.backends.disk.housekeeper import Housekeeper
 from kvoffload.backends.disk.index import Name, name_of, named
@@ -33,7 +35,7 @@ from kvoffload.backends.disk.store import DiskStore
 from kvoffload.backends.disk.vfs import Vfs
 from kvoffload.backends.header import check_key, is_key, namespace_digest
 from kvoffload.backends.log_rate import Throttle
-from kvoffload.backends.seals import Seal
+from kvoffload.backends.seals import ChecksumSeal, Seal
 from kvoffload.backends.threaded import ThreadPoolBackend
 from kvoffload.policies.told_return import ToldReturn
 
@@ -57,6 +59,7 @@ class DiskBackend(ThreadPoolBackend):
     """Chunks as files under a root that several processes may share."""
 
     Options = DiskOptions
+    reader = CachedFiles
     is_shared = True
 
     def __init__(self, options: DiskOptions, namespace: str, *, vfs: Vfs | None = None) -> None:
@@ -79,6 +82,10 @@ class DiskBackend(ThreadPoolBackend):
             self.io_mode, self.io_reason = self._store.io_mode, self._store.io_reason
             self.room = self._store.room
             self.why_no_slots = self._store.why_no_slots
+            of_root = self._store.path, self._store.namespaces[0], self._store.root.limits.ttl_s
+            scratch = self._store.root.temporary(counted=False)
+            is_direct = self.io_mode == "direct"
+            self._for_readers = {} if is_direct else facts_for_readers(vfs, scratch, *of_root)
             self._housekeeper = Housekeeper(self._store)
             undo.callback(self._housekeeper.wait)
             undo.callback(self._housekeeper.stop)
@@ -289,6 +296,17 @@ class DiskBackend(ThreadPoolBackend):
         """See :class:`Spares`; if another process evicts, it learns nothing."""
         if not self.is_closed:
             self._store.index.expect(map(named, returns), share)
+
+    def in_place(self) -> dict[str, Any]:
+        """Return what :class:`CachedFiles` needs; empty: chunks are encrypted, or read directly."""
+        is_plain = isinstance(self._store.files.chunks.seal, ChecksumSeal)
+        return self._for_readers if is_plain else {}
+
+    def used(self, keys: Sequence[bytes]) -> None:
+        """Note a use of chunks that an engine has read in place."""
+        if not self.is_closed:
+            names = [name_of(0, key) for key in reversed(keys)]  # the head is the most recent
+            self._store.used([name for name in names if name in self._store.index])
 
     def take_removals(self) -> list[Removal]:
         return self._store.take_removals()

@@ -1,4 +1,4 @@
-"""Calls of the kernel that Python lacks: what the page cache has of a file, writeback, holes."""
+"""Calls of the kernel that Python lacks: what the kernel has in memory, writeback, holes."""
 
 import ctypes
 import errno
@@ -9,6 +9,10 @@ import termios
 
 _CACHESTAT = 451
 """Number of the system call on all processors, since Linux 6.5."""
+_OPENAT2 = 437
+"""Likewise, since Linux 5.6."""
+_NO_SYMLINKS, _BENEATH, _CACHED = 0x04, 0x08, 0x20  # RESOLVE_*, the last since Linux 5.12
+_AT_CWD = -100
 _HEAD_BYTES = 64 << 10
 """The kernel counts page by page, 78 µs for 2 MiB, and drops the pages of a file in their order."""
 _WRITE = 2  # SYNC_FILE_RANGE_WRITE
@@ -35,6 +39,34 @@ class _Pages(ctypes.Structure):
         (name, ctypes.c_uint64)
         for name in ("cached", "dirty", "in_writeback", "evicted", "recently_evicted")
     )
+
+
+class _How(ctypes.Structure):
+    _fields_ = (("flags", ctypes.c_uint64), ("mode", ctypes.c_uint64), ("resolve", ctypes.c_uint64))
+
+
+_HOW_BYTES = ctypes.c_size_t(ctypes.sizeof(_How))
+
+
+def open_cached(name: str | bytes, flags: int, folder_fd: int | None = None) -> int:
+    """Open a file whose names the kernel has in memory; does no I/O.
+
+    Args:
+        name: a whole path. With a folder, a path in it without any symbolic link.
+        flags: of open(2).
+        folder_fd: of an open folder.
+
+    Raises:
+        BlockingIOError: the kernel would have to ask the file system.
+        OSError: there is no such file, or the kernel has no such call.
+    """
+    resolve = _CACHED if folder_fd is None else _CACHED | _BENEATH | _NO_SYMLINKS
+    how = _How(flags | os.O_CLOEXEC | os.O_NOFOLLOW, 0, resolve)
+    at = _AT_CWD if folder_fd is None else folder_fd
+    fd = _quick.syscall(_OPENAT2, at, os.fsencode(name), ctypes.byref(how), _HOW_BYTES)
+    if fd < 0:
+        raise _error()
+    return int(fd)
 
 
 def is_cached(fd: int, length: int, offset: int = 0) -> bool:

@@ -28,6 +28,7 @@ class Vfs:
     pwritev = staticmethod(os.pwritev)
     fsync = staticmethod(os.fsync)
     is_cached = staticmethod(file_calls.is_cached)
+    open_cached = staticmethod(file_calls.open_cached)
     punch = staticmethod(file_calls.punch)
     bypass_cache = staticmethod(file_calls.bypass)
     start_writeback = staticmethod(file_calls.start_writeback)

@@ -1,9 +1,9 @@
 """Stores and loads pages of an engine's own host memory, through a slab, in bounded time.
 
-The engine's pages are never given to a store. A read that hangs would write into a page after the
+The engine's pages are not given to a store. A read that hangs would write into a page after the
 call has answered and the engine has reused the page. So a call copies each page between the
 engine's memory and a slot, without the GIL, and a late read keeps the slot only. All parts of a
-page lie in one slot: they are one chunk.
+page lie in one slot: they are one chunk. Only reads that cannot hang go into pages at once.
 """
 
 import ctypes
@@ -19,6 +19,7 @@ from kvoffload.config import OffloadConfig, human_bytes
 from kvoffload.connectors.sglang.page_figures import PageFigures
 from kvoffload.connectors.sglang.page_jobs import News, PageJob
 from kvoffload.connectors.sglang.page_lookup import PageLookup
+from kvoffload.connectors.sglang.pages_in_place import Page, PagesInPlace
 from kvoffload.connectors.sglang.staging_slots import Lease, StagingSlots
 from kvoffload.connectors.tier_io import TierIO
 from kvoffload.errors import ConfigError
@@ -30,8 +31,6 @@ from kvoffload.transfer.shared_memory import page_rounded
 
 log = logging.getLogger(__name__)
 
-Page = Sequence[tuple[int, int]]
-"""The parts of a page in the engine's memory: address and bytes of each."""
 PAGES_PER_JOB = 16
 LOAD_BYTES, STORE_BYTES = 16 << 20, 4 << 20
 """A job of small pages has so many bytes: each job costs messages, tasks and wake-ups, some 0.3 ms
@@ -87,6 +86,7 @@ class PageStore:
         """What became of pages."""
         self._lookup = PageLookup(self._tiers, config.lookup_timeout_s, asks=asks)
         self.lookup_deadline_s = self._lookup.deadline_s
+        self._in_place = PagesInPlace(self._client, self._lookup)
         self._clearing = threading.Lock()
         self._changing = threading.Lock()
         """Held while a store is begun or barred: each store is of one generation."""
@@ -146,7 +146,10 @@ class PageStore:
             held = self._lookup.may_hold(tier, keys)
             wanted = [i for i, here in enumerate(held) if here and not ok[i]]
             if time.monotonic() < until_s:
-                self._load_from(tier, deque(wanted), keys, pages, sizes, ok, until_s)
+                for i in self._in_place.load(tier, wanted, keys, pages, until_s):
+                    ok[i] = True
+                left = deque(i for i in wanted if not ok[i])
+                self._load_from(tier, left, keys, pages, sizes, ok, until_s)
                 brought[tier.name] = [keys[i] for i in wanted if ok[i]]
             else:
                 self._not_asked(tier, len({*wanted} - tried))

@@ -35,7 +35,8 @@ from kvoffload.connectors.sglang.page_facts import (
     side_pool_facts,
     warn_of_small_pages,
 )
-from kvoffload.connectors.sglang.page_store import Page, PageStore, num_bytes
+from kvoffload.connectors.sglang.page_store import PageStore, num_bytes
+from kvoffload.connectors.sglang.pages_in_place import Page
 from kvoffload.connectors.sglang.start_check import check_media, compile_hashes
 from kvoffload.connectors.sglang.weight_generations import WEIGHTS
 from kvoffload.errors import ConfigError

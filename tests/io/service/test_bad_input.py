@@ -36,6 +36,7 @@ from kvoffload.io.protocol import (
     Remove,
     Store,
     ToServer,
+    Used,
     frame,
 )
 from kvoffload.io.service.listener import Listener
@@ -270,6 +271,7 @@ OF_EACH_TYPE = [
     Release(5),
     Ask("serve", KEYS),
     Forget("serve", KEYS),
+    Used("serve", KEYS),
     Remove("serve", KEYS),
     Await(1, KEYS),
     Expect([RETURN]),

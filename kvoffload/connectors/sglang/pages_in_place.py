@@ -1,0 +1,63 @@
+"""Pages that the calling thread loads itself, without the I/O server: reads that cannot wait.
+
+They end before the call does. So they go into the engine's memory at once, without a slot.
+"""
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from kvoffload import registry
+from kvoffload.connectors.sglang.page_lookup import PageLookup
+from kvoffload.io.client import IOClient
+from kvoffload.io.remote_tier import RemoteTier
+
+Page = Sequence[tuple[int, int]]
+"""The parts of a page in the engine's memory: address and bytes of each."""
+
+
+class PagesInPlace:
+    """Loads what a tier has in the page cache. Any thread may call.
+
+    Args:
+        client: of the I/O server that has the tiers open.
+        lookup: knows what they have.
+    """
+
+    def __init__(self, client: IOClient, lookup: PageLookup) -> None:
+        self._client, self._lookup = client, lookup
+        self._types = {tier.name: tier.type for tier in client.opening.tiers}
+        self._readers: dict[str, tuple[dict[str, Any], Any]] = {}
+        """Tier → the last one, and what it was made with."""
+
+    def load(
+        self,
+        tier: RemoteTier,
+        wanted: Sequence[int],
+        keys: Sequence[bytes],
+        pages: Sequence[Page],
+        until_s: float,
+    ) -> list[int]:
+        """Load wanted pages of a call, by their places in it; return those that are loaded."""
+        listing = tier.listing  # first: see :meth:`RemoteTier.reset`
+        if not (facts := tier.in_place):
+            return []
+        reader = self._reader_of(tier, facts)
+        held = self._lookup.holds(tier, [keys[i] for i in wanted])
+        places = [i for i, is_held in zip(wanted, held, strict=True) if is_held]
+        begun_s = time.monotonic()
+        read = reader.read([keys[i] for i in places], [pages[i] for i in places], until_s)
+        loaded = [places[i] for i in read]
+        if not loaded:
+            return []
+        seconds = time.monotonic() - begun_s
+        num_bytes = sum(size for i in loaded for _, size in pages[i])
+        used = [keys[i] for i in loaded]
+        return loaded if self._client.has_read(tier, listing, used, num_bytes, seconds) else []
+
+    def _reader_of(self, tier: RemoteTier, facts: dict[str, Any]) -> Any:
+        made_with, reader = self._readers.get(tier.name, ({}, None))
+        if made_with is not facts:
+            factory = registry.load(registry.BACKENDS, self._types[tier.name])
+            self._readers[tier.name] = facts, (reader := factory.reader(**facts))
+        return reader

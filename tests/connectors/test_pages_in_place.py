@@ -1,0 +1,513 @@
+"""Pages that the engine's thread reads from the page cache: exact bytes, or the way of the rest."""
+
+import contextlib
+import ctypes
+import errno
+import os
+import secrets
+import shutil
+import time
+
+import pytest
+
+from kvoffload.backends.disk import file_calls
+from kvoffload.backends.disk.cached_files import MOST_MISSES, CachedFiles
+from kvoffload.backends.disk.vfs import Vfs
+from kvoffload.config import parse_config
+from kvoffload.connectors.sglang.page_store import PageStore
+from kvoffload.io.open_stores import ReadInPlace
+from kvoffload.io.protocol import Load, MessageReader, Store, Used
+from kvoffload.io.remote_tier import RemoteTier
+from kvoffload.io.service.shared_stores import StoreView
+from tests.support.disk_chunks import stored_in
+from tests.support.host_pages import PAGE, Pool, disk
+
+LATER_S = 1e9
+
+
+def can_read_in_place(folder):
+    """Whether kernel and file system have the calls."""
+    path = folder / "probe"
+    path.write_bytes(bytes(PAGE))
+    with contextlib.suppress(OSError):
+        fd = file_calls.open_cached(str(path), os.O_RDONLY)
+        with contextlib.closing(os.fdopen(fd, "rb")):
+            into = bytearray(PAGE)
+            is_cached = file_calls.is_cached(fd, PAGE)
+            return is_cached and Vfs.read_cached(fd, [into], 0) == PAGE
+    return False
+
+
+@pytest.fixture(autouse=True)
+def _needs_the_calls(tmp_path_factory):
+    if not can_read_in_place(tmp_path_factory.mktemp("probe")):
+        pytest.skip("no reads without waiting here: Linux 5.12, and a file system that has them")
+
+
+@pytest.fixture
+def pool():
+    made = Pool()
+    made.fill(range(8))
+    return made
+
+
+@pytest.fixture
+def opened(closing):
+    def begin(*backends, facts=None, tokens=0, asks=False, **settings):
+        config = {"cpu_bytes": 0, "staging_bytes": 1 << 20, "backends": backends, **settings}
+        config = {"io": "thread", **config}
+        facts = facts or {"model": "m"}
+        return closing(PageStore(parse_config(config), PAGE, facts, lambda key: tokens, asks=asks))
+
+    return begin
+
+
+def keys(count, start=0):
+    """Keys that are too long for a slot: their chunks are files."""
+    return [f"key {i:3}".encode().ljust(64, b".") for i in range(start, start + count)]
+
+
+@pytest.fixture
+def stored(pool, until):
+    """Store pages, and wait until they are listed."""
+
+    def store(store, count=8, start=0):
+        assert store.save(keys(count, start), pool.pages(range(count))) == [True] * count
+        until(lambda: store.num_leading(keys(count, start)) == count)
+        return store
+
+    return store
+
+
+@pytest.fixture
+def sent(monkeypatch):
+    """What an engine sends to its server from now on, by type."""
+
+    def watch(store):
+        messages, reader, link = [], MessageReader(to_server=True), store._client._link
+        push = link.push
+
+        def pushed(data):
+            messages.extend(reader.feed(data))
+            push(data)
+
+        monkeypatch.setattr(link, "push", pushed)
+        return messages
+
+    return watch
+
+
+def of(messages, kind):
+    return [each for each in messages if isinstance(each, kind)]
+
+
+def reader_of(store):
+    return CachedFiles(**store._client.tiers["disk"].in_place)
+
+
+def read(reader, pool, asked=8, start=0):
+    return reader.read(keys(asked, start), pool.pages(range(20, 20 + asked)), LATER_S)
+
+
+def figures(store):
+    return {(name, *labels): value for name, labels, value in store.figures.samples()}
+
+
+@pytest.mark.parametrize("form", ["thread", "process"])
+def test_cached_pages_are_loaded_without_an_order_and_their_use_is_told_once(
+    pool, opened, stored, sent, tmp_path, form
+):
+    store = stored(opened(disk(tmp_path), io=form, tokens=16))
+    messages = sent(store)
+    assert store.load(keys(8), pool.pages(range(20, 28))) == [True] * 8
+    assert pool.read(range(20, 28)) == pool.read(range(8))
+    assert of(messages, Load) == []
+    assert of(messages, Used) == [Used("disk", keys(8))]
+    found = figures(store)
+    assert found["load_chunks", "disk"] == 8
+    assert found["load_bytes", "disk"] == 8 * PAGE
+    assert found["hit_tokens", "disk"] == 8 * 16
+    assert store.figures.by_event()["loaded"] == 8
+
+
+def test_a_page_in_a_slot_is_loaded_by_the_server(pool, opened, sent, tmp_path, until):
+    store = opened(disk(tmp_path))
+    short = [key[:8] for key in keys(8)]
+    assert all(store.save(short, pool.pages(range(8))))
+    if any(chunk.path.suffix != ".slots" for chunk in stored_in(tmp_path)):
+        pytest.skip("this file system has no slots")
+    until(lambda: store.num_leading(short) == 8)
+    messages = sent(store)
+    assert store.load(short, pool.pages(range(20, 28))) == [True] * 8
+    assert [len(order.keys) for order in of(messages, Load)] == [8]
+    assert of(messages, Used) == []
+
+
+@pytest.mark.parametrize("used", [keys(2, 6), keys(8)])
+def test_pages_that_were_used_leave_last_and_the_head_after_the_tail(
+    pool, opened, stored, tmp_path, used
+):
+    options = disk(tmp_path, policy="lru", capacity="96KiB", high_watermark=1.0, low_watermark=0.9)
+    store = stored(opened(options), 8)  # of 12 that fit
+    assert all(store.load(used, pool.pages(range(20, 20 + len(used)))))
+    stored(store, 4, 8)
+    stored(store, 2, 12)
+    left = {chunk.key for chunk in stored_in(tmp_path)}
+    assert len(left) <= 12
+    assert {*used[:2]} <= left
+
+
+def test_a_use_of_what_has_left_is_not_noted(pool, opened, stored, tmp_path):
+    store = stored(opened(disk(tmp_path)))
+    backend = store._client._peer.session._stores["disk"].backend
+    backend.used(keys(2, 7))
+    assert [name[2:] for name in backend._store.uses.take_unwritten()] == keys(1, 7)
+    store.close()
+    backend.used(keys(2))
+    assert not backend._store.uses.take_unwritten()
+
+
+def test_pages_of_several_lengths_and_many_parts_come_back(pool, opened, stored, tmp_path, until):
+    base, _ = pool.page(0)[0]
+    lengths = [[1, 0, 700], [1000], [], [3] * 300, [1] * 1500]  # a call takes 1,024 parts
+
+    def placed(at):
+        starts = [base + at + 4000 * i for i in range(len(lengths))]
+        return [
+            [(start + sum(sizes[:i]) + i, size) for i, size in enumerate(sizes)]
+            for start, sizes in zip(starts, lengths, strict=True)
+        ]
+
+    def content(pages):
+        return [[ctypes.string_at(*part) for part in page] for page in pages]
+
+    pool.fill(range(64))
+    source, target, taken = placed(0), placed(64000), keys(len(lengths))
+    store = opened(disk(tmp_path))
+    assert all(store.save(taken, source))
+    until(lambda: store.num_leading(taken) == len(taken))
+    assert reader_of(store).read(taken, target, LATER_S) == [0, 1, 2, 3]
+    assert content(target)[:4] == content(source)[:4]
+    assert store.load(taken, target) == [True] * len(taken)
+    assert content(target) == content(source)
+
+
+@pytest.mark.parametrize("at", [9, 100, -1])
+def test_a_damaged_page_is_counted_and_removed_by_the_server(
+    pool, opened, stored, tmp_path, until, at
+):
+    store = stored(opened(disk(tmp_path)))
+    stored_in(tmp_path)[3].flip(at)
+    answers = [True] * 3 + [False] + [True] * 4
+    assert store.load(keys(8), pool.pages(range(20, 28))) == answers
+    assert store.figures.by_event()["load_corrupt"] == 1
+    until(lambda: sum(n for e, n in store.figures.by_event().items() if "disk_corrupt_" in e) == 1)
+    assert len(stored_in(tmp_path)) == 7
+    stored(store)
+    assert store.load(keys(8), pool.pages(range(20, 28))) == [True] * 8
+
+
+def test_a_page_that_is_cut_or_too_long_is_a_miss(pool, opened, stored, tmp_path):
+    store = stored(opened(disk(tmp_path)))
+    cut, long, *_ = stored_in(tmp_path)
+    cut.cut(4096 + PAGE - 1)
+    with open(long.path, "ab") as file:
+        file.write(b"x")
+    assert store.load(keys(8), pool.pages(range(20, 28))) == [False] * 2 + [True] * 6
+
+
+def test_a_file_that_has_become_another_pages_is_a_miss(pool, opened, stored, tmp_path):
+    store = stored(opened(disk(tmp_path)))
+    first, second, *_ = stored_in(tmp_path)
+    os.replace(first.path, second.path)
+    reader = reader_of(store)
+    assert read(reader, pool) == [2, 3, 4, 5, 6, 7]
+    assert store.load(keys(8), pool.pages(range(20, 28))) == [False] * 2 + [True] * 6
+
+
+def test_a_page_of_another_namespace_is_a_miss(pool, opened, stored, tmp_path):
+    store = stored(opened(disk(tmp_path)))
+    other = stored(opened(disk(tmp_path), facts={"model": "other"}), 1, 900)
+    theirs, ours = reader_of(other), reader_of(store)
+    assert read(theirs, pool) == []
+    folders = [reader._namespace for reader in (ours, theirs)]
+    shutil.copytree(tmp_path / folders[0], tmp_path / folders[1], dirs_exist_ok=True)
+    assert read(theirs, pool) == []
+    assert read(ours, pool) == [*range(8)]
+
+
+def test_an_expired_page_is_a_miss(pool, opened, stored, tmp_path):
+    store = stored(opened(disk(tmp_path, ttl_s=1000)))
+    reader, now_s = reader_of(store), time.time()
+    assert read(reader, pool) == [*range(8)]
+    for i, chunk in enumerate(stored_in(tmp_path)):
+        age_s = 1001 if i == 5 else 900
+        os.utime(chunk.path, (now_s - age_s, now_s))
+    assert read(reader, pool) == [0, 1, 2, 3, 4, 6, 7]
+    assert read(reader, pool) == [0, 1, 2, 3, 4, 6, 7], "a look is no use"
+
+
+def test_an_encrypted_tier_and_one_that_reads_directly_are_left_to_the_server(
+    pool, opened, stored, sent, tmp_path
+):
+    secret = tmp_path / "secret"
+    secret.write_text(secrets.token_hex(32))
+    secret.chmod(0o600)
+    encrypted = disk(tmp_path / "a", encryption={"key_file": str(secret)})
+    for tier in (encrypted, disk(tmp_path / "b", io="direct")):
+        store = stored(opened(tier))
+        messages = sent(store)
+        assert store._client.tiers["disk"].in_place == {}
+        assert store.load(keys(8), pool.pages(range(20, 28))) == [True] * 8
+        assert pool.read(range(20, 28)) == pool.read(range(8))
+        assert of(messages, Load) != []
+        assert of(messages, Used) == []
+
+
+def test_a_view_of_a_shared_store_is_left_to_its_server():
+    assert not issubclass(StoreView, ReadInPlace)
+
+
+def test_pages_that_are_not_cached_are_loaded_by_the_server(
+    pool, opened, stored, sent, tmp_path, monkeypatch
+):
+    store = stored(opened(disk(tmp_path)))
+    chunks = stored_in(tmp_path)
+    for chunk in chunks[4:]:
+        fd = os.open(chunk.path, os.O_RDONLY)
+        os.fsync(fd)
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        is_there = file_calls.is_cached(fd, 4096)
+        os.close(fd)
+        if is_there:
+            pytest.skip("this file system keeps what it is told to forget")
+    messages, asked, read_cached = sent(store), [], Vfs.read_cached
+
+    def counted(*args):
+        asked.append(args)
+        return read_cached(*args)
+
+    monkeypatch.setattr(Vfs, "read_cached", staticmethod(counted))
+    assert store.load(keys(8), pool.pages(range(20, 28))) == [True] * 8
+    assert len(asked) == 4, "a read of what is not cached begins to read ahead"
+    assert pool.read(range(20, 28)) == pool.read(range(8))
+    assert [order.keys for order in of(messages, Load)] == [keys(4, 4)]
+    assert [told.keys for told in of(messages, Used)] == [keys(4)]
+
+
+def test_after_some_misses_in_a_row_no_further_page_is_tried(pool, opened, stored, monkeypatch):
+    tried = []
+
+    def miss(*asked):
+        tried.append(asked)
+        return False
+
+    reader = CachedFiles(b"/", *root_of("/"), "00" * 32, None)
+    monkeypatch.setattr(reader, "_read", miss)
+    assert read(reader, pool) == []
+    assert len(tried) == MOST_MISSES
+    tried.clear()
+    monkeypatch.setattr(reader, "_read", lambda *asked: bool(miss(*asked) or len(tried) % 4 == 0))
+    assert read(reader, pool) == [3, 7]
+    assert reader.read(keys(8), pool.pages(range(8)), time.monotonic()) == [], "it is late"
+
+
+def root_of(path):
+    facts = os.stat(path)
+    return facts.st_dev, facts.st_ino
+
+
+def test_a_clear_while_pages_are_read_makes_them_misses(
+    pool, opened, stored, tmp_path, monkeypatch
+):
+    store = stored(opened(disk(tmp_path)))
+    original = CachedFiles.read
+
+    def read_and_clear(*asked):
+        loaded = original(*asked)
+        assert loaded == [*range(8)]
+        store.clear()
+        return loaded
+
+    monkeypatch.setattr(CachedFiles, "read", read_and_clear)
+    assert store.load(keys(8), pool.pages(range(20, 28))) == [False] * 8
+    monkeypatch.undo()
+    stored(store)
+    assert store.load(keys(8), pool.pages(range(20, 28))) == [True] * 8
+
+
+def test_new_weights_while_pages_are_read_make_them_misses(
+    pool, opened, stored, sent, tmp_path, monkeypatch
+):
+    store = stored(opened(disk(tmp_path)))
+    original = CachedFiles.read
+
+    def read_and_change(*asked):
+        loaded = original(*asked)
+        store.bar()
+        store.begin_generation("1 of this start")
+        return loaded
+
+    monkeypatch.setattr(CachedFiles, "read", read_and_change)
+    assert store.load(keys(8), pool.pages(range(20, 28))) == [False] * 8
+    monkeypatch.undo()
+    assert store.load(keys(8), pool.pages(range(20, 28))) == [False] * 8
+    pool.fill(range(8), seed=1)
+    stored(store)  # under the new namespace; that of before has other bytes
+    messages = sent(store)
+    assert store.load(keys(8), pool.pages(range(20, 28))) == [True] * 8
+    assert pool.read(range(20, 28)) == pool.read(range(8))
+    assert of(messages, Load) == []
+
+
+@pytest.mark.parametrize("asks", [False, True])
+def test_a_page_that_is_not_listed_is_not_read_in_place(pool, opened, stored, sent, tmp_path, asks):
+    store = stored(opened(disk(tmp_path), asks=asks))
+    tier = store._client.tiers["disk"]
+    store._lookup.forget(tier, tier.listing, keys(1, 2))
+    messages = sent(store)
+    answers = store.load(keys(8), pool.pages(range(20, 28)))
+    # A process that reads what another one stores asks the server for what is not listed.
+    assert answers == [True] * 2 + [asks] + [True] * 5
+    assert [told.keys for told in of(messages, Used)] == [keys(2) + keys(5, 3)]
+
+
+def test_a_tier_that_is_opened_again_has_no_reader_before_its_listing_counts():
+    seen = []
+
+    def note(tier, count):
+        tier.__dict__["count"] = count
+        seen.append(tier.__dict__.get("in_place"))
+
+    class Watched(RemoteTier):
+        listing = property(lambda tier: tier.__dict__["count"], note)
+
+    tier = Watched("disk", 1.0, lambda: None)
+    tier.opened(True, True, {"root": b"/"})
+    assert tier.in_place == {"root": b"/"}
+    tier.reset()
+    assert tier.in_place == seen[-1] == {}
+
+
+@pytest.mark.parametrize(
+    ("call", "number"),
+    [
+        ("open_cached", errno.ENOSYS),
+        ("open_cached", errno.EINVAL),
+        ("open_cached", errno.EPERM),
+        ("read_cached", errno.EOPNOTSUPP),
+    ],
+)
+def test_a_kernel_or_file_system_without_the_calls_is_asked_once(
+    pool, opened, stored, sent, tmp_path, monkeypatch, call, number
+):
+    asked = []
+
+    def refuse(*args):
+        asked.append(args)
+        raise OSError(number, os.strerror(number))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Vfs, call, staticmethod(refuse))
+        store = opened(disk(tmp_path))
+    stored(store)
+    assert len(asked) == 1
+    assert store._client.tiers["disk"].in_place == {}
+    messages = sent(store)
+    assert store.load(keys(8), pool.pages(range(20, 28))) == [True] * 8
+    assert len(of(messages, Load)) == 1
+    assert pool.read(range(20, 28)) == pool.read(range(8))
+
+
+def test_names_that_the_kernel_has_not_in_memory_are_left_to_the_server(
+    pool, opened, stored, tmp_path, monkeypatch
+):
+    store = stored(opened(disk(tmp_path)))
+
+    def would_wait(*call):
+        raise BlockingIOError(errno.EAGAIN, "it would wait")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Vfs, "open_cached", staticmethod(would_wait))
+        assert store.load(keys(8), pool.pages(range(20, 28))) == [True] * 8
+    assert read(store._in_place._readers["disk"][1], pool) == [*range(8)], "it is tried again"
+
+
+def test_the_next_tier_is_asked_for_what_the_first_one_lost(pool, opened, stored, sent, tmp_path):
+    store = stored(opened(disk(tmp_path / "a"), disk(tmp_path / "b")))
+    for chunk in stored_in(tmp_path / "a")[:3]:
+        chunk.wipe()
+    messages = sent(store)
+    assert store.load(keys(8), pool.pages(range(20, 28))) == [True] * 8
+    assert pool.read(range(20, 28)) == pool.read(range(8))
+    told = [(each.tier, each.keys) for each in of(messages, Used)]
+    assert told == [("disk", keys(5, 3)), ("disk1", keys(3))]
+    assert [order.keys for order in of(messages, Load)] == [keys(3)]
+
+
+def test_another_folder_under_the_roots_name_is_not_read(pool, opened, stored, tmp_path):
+    root = tmp_path / "kv"
+    store = stored(opened(disk(root)))
+    reader = reader_of(store)
+    assert read(reader, pool) == [*range(8)]
+    root.rename(tmp_path / "old")
+    assert read(reader, pool) == []
+    shutil.copytree(tmp_path / "old", root)
+    assert read(reader, pool) == []
+    shutil.rmtree(root)
+    root.symlink_to(tmp_path / "old")
+    assert read(reader, pool) == []
+
+
+def test_no_link_is_followed(pool, opened, stored, tmp_path):
+    store = stored(opened(disk(tmp_path / "kv")))
+    chunk, *_ = stored_in(tmp_path / "kv")
+    aside = tmp_path / "aside"
+    os.rename(chunk.path, aside)
+    chunk.path.symlink_to(aside)
+    assert 0 not in read(reader_of(store), pool)
+    chunk.path.unlink()
+    os.rename(aside, chunk.path)
+    assert read(reader_of(store), pool) == [*range(8)]
+    shard = chunk.path.parent
+    os.rename(shard, aside)
+    shard.symlink_to(aside)
+    assert 0 not in read(reader_of(store), pool)
+
+
+def test_a_forked_child_reads_nothing(pool, opened, stored, tmp_path):
+    reader = reader_of(stored(opened(disk(tmp_path))))
+    if (child := os.fork()) == 0:
+        os._exit(len(read(reader, pool)))
+    _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == 0
+    assert read(reader, pool) == [*range(8)]
+
+
+def test_nothing_stays_open(pool, opened, stored, tmp_path):
+    store = stored(opened(disk(tmp_path)))
+    reader = reader_of(store)
+    stored_in(tmp_path)[2].flip(-1)
+    read(reader, pool)
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(20):
+        read(reader, pool, 8)
+        read(reader, pool, 8, 900)
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_read_leaves_the_access_time_as_it_is(pool, opened, stored, tmp_path):
+    reader = reader_of(stored(opened(disk(tmp_path))))
+    chunks = stored_in(tmp_path)
+    for chunk in chunks:
+        os.utime(chunk.path, (1, 2))
+    assert read(reader, pool) == [*range(8)]
+    assert {os.stat(chunk.path).st_atime for chunk in chunks} == {1}
+
+
+def test_stores_of_a_server_without_a_tier_of_files_are_not_asked(pool, opened, stored, sent):
+    store = stored(opened({"type": "memory", "capacity": "1MiB"}))
+    messages = sent(store)
+    assert store.load(keys(8), pool.pages(range(20, 28))) == [True] * 8
+    assert len(of(messages, Load)) == 1
+    assert of(messages, Used) == of(messages, Store) == []
