@@ -27,8 +27,8 @@ def facts_for_readers(
 ) -> dict[str, Any]:
     """Return what :class:`CachedFiles` must know of an open root; empty: reads might wait there.
 
-    Then the kernel is older than 5.12, the container forbids the call, or the file system has no
-    reads that do not wait, as one in a network. ``scratch``: the path of a new file in the root.
+    They might where Linux is older than 5.12, or a container forbids the call. A file system in a
+    network has no reads that do not wait. ``scratch``: the path of a new file in the root.
     """
     try:
         fd = vfs.open(scratch, os.O_WRONLY | os.O_CREAT)
