@@ -60,6 +60,8 @@ def open_cached(name: str | bytes, flags: int, folder_fd: int | None = None) -> 
         BlockingIOError: the kernel would have to ask the file system.
         OSError: there is no such file, or the kernel has no such call.
     """
+    if not hasattr(os, "RWF_NOWAIT"):  # only Linux has it, and the number means another call
+        raise OSError(errno.ENOTSUP, os.strerror(errno.ENOTSUP))
     resolve = _CACHED if folder_fd is None else _CACHED | _BENEATH | _NO_SYMLINKS
     how = _How(flags | os.O_CLOEXEC | os.O_NOFOLLOW, 0, resolve)
     at = _AT_CWD if folder_fd is None else folder_fd
