@@ -117,12 +117,21 @@ class OpenStore:
 
     def in_place(self) -> dict[str, Any]:
         """Return what an engine must know to read chunks itself; empty: it cannot."""
-        return self._in_place.in_place() if self._in_place is not None else {}
+        if self._in_place is None:
+            return {}
+        try:
+            return convert(self._in_place.in_place(), dict[str, Any])
+        except Exception as error:
+            self._failed("in_place", error)
+            return {}
 
     def used(self, keys: Sequence[bytes]) -> None:
         """Tell the store what an engine has read itself."""
         if self._in_place is not None:
-            self._in_place.used(keys)
+            try:
+                self._in_place.used(keys)
+            except Exception as error:
+                self._failed("used", error)
 
     def spare(self, keys: Collection[bytes]) -> None:
         """Tell the store what requests in the engine's queue need."""

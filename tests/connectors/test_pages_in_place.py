@@ -10,9 +10,11 @@ import time
 
 import pytest
 
+from kvoffload import registry
 from kvoffload.backends.disk import file_calls
 from kvoffload.backends.disk.cached_files import MOST_MISSES, CachedFiles
 from kvoffload.backends.disk.vfs import Vfs
+from kvoffload.backends.memory import MemoryBackend
 from kvoffload.config import parse_config
 from kvoffload.connectors.sglang.page_store import PageStore
 from kvoffload.io.open_stores import ReadInPlace
@@ -316,6 +318,16 @@ def test_after_some_misses_in_a_row_no_further_page_is_tried(pool, opened, store
     assert reader.read(keys(8), pool.pages(range(8)), time.monotonic()) == [], "it is late"
 
 
+class Broken:
+    """Reads more than it was asked for."""
+
+    def __init__(self, place):
+        self.place = place
+
+    def read(self, asked, pages, until_s):
+        return [len(asked)]
+
+
 def root_of(path):
     facts = os.stat(path)
     return facts.st_dev, facts.st_ino
@@ -461,6 +473,30 @@ def test_another_folder_under_the_roots_name_is_not_read(pool, opened, stored, t
     shutil.rmtree(root)
     root.symlink_to(tmp_path / "old")
     assert read(reader, pool) == []
+
+
+@pytest.mark.parametrize("of_them", ["none", "read"])
+def test_pages_of_a_plug_in_without_a_right_reader_are_loaded_by_the_server(
+    pool, opened, stored, sent, caplog, monkeypatch, of_them
+):
+    class Theirs(MemoryBackend):
+        used = list
+
+        def in_place(self):
+            return {"place": 1}
+
+    if of_them == "read":
+        Theirs.reader = Broken
+    real = registry.load
+    monkeypatch.setattr(
+        registry, "load", lambda group, *a: Theirs if a[0] == "mine" else real(group, *a)
+    )
+    store = stored(opened({"type": "mine", "capacity": "1MiB"}, {"type": "memory"}))
+    messages = sent(store)
+    assert store.load(keys(8), pool.pages(range(20, 28))) == [True] * 8
+    assert pool.read(range(20, 28)) == pool.read(range(8))
+    assert [order.keys for order in of(messages, Load)] == [keys(8)]
+    assert [line for line in caplog.messages if line.startswith("mine: reads in place failed: ")]
 
 
 def test_no_link_is_followed(pool, opened, stored, tmp_path):

@@ -131,6 +131,25 @@ def test_a_store_that_cannot_order_what_it_evicts_is_only_logged(caplog):
     OpenStore("other", MemoryBackend(MemoryOptions(), "n")).expect([], 0.5)
 
 
+def test_a_store_that_cannot_be_read_in_place_is_only_logged(caplog):
+    class Stubborn(MemoryBackend):
+        reader = None
+        in_place = used = Broken._fail
+
+    store = OpenStore("theirs", Stubborn(MemoryOptions(), "n"))
+    assert store.in_place() == {}
+    store.used(KEYS)
+    assert caplog.messages == ["theirs: in_place failed: RuntimeError('out of order')"]
+
+
+@pytest.mark.parametrize("named", [{"in_place": True, "used": 7}, {"in_place": dict, "used": set}])
+def test_attributes_of_a_store_that_mean_something_else_read_nothing_in_place(named):
+    theirs = type("Theirs", (MemoryBackend,), named)
+    store = OpenStore("theirs", theirs(MemoryOptions(), "n"))
+    assert store.in_place() == {}
+    store.used(KEYS)
+
+
 async def test_a_store_says_why_a_namespace_stays(broken):
     class Unable(MemoryBackend):
         purge = None

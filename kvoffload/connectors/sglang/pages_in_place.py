@@ -3,14 +3,18 @@
 They end before the call does. So they go into the engine's memory at once, without a slot.
 """
 
+import logging
 import time
 from collections.abc import Sequence
 from typing import Any
 
 from kvoffload import registry
+from kvoffload.backends.log_rate import Throttle
 from kvoffload.connectors.sglang.page_lookup import PageLookup
 from kvoffload.io.client import IOClient
 from kvoffload.io.remote_tier import RemoteTier
+
+log = logging.getLogger(__name__)
 
 Page = Sequence[tuple[int, int]]
 """The parts of a page in the engine's memory: address and bytes of each."""
@@ -29,6 +33,7 @@ class PagesInPlace:
         self._types = {tier.name: tier.type for tier in client.opening.tiers}
         self._readers: dict[str, tuple[dict[str, Any], Any]] = {}
         """Tier → the last one, and what it was made with."""
+        self._warnings = Throttle(log)
 
     def load(
         self,
@@ -42,12 +47,15 @@ class PagesInPlace:
         listing = tier.listing  # first: see :meth:`RemoteTier.reset`
         if not (facts := tier.in_place):
             return []
-        reader = self._reader_of(tier, facts)
         held = self._lookup.holds(tier, [keys[i] for i in wanted])
         places = [i for i, is_held in zip(wanted, held, strict=True) if is_held]
+        asked = [keys[i] for i in places], [pages[i] for i in places], until_s
         begun_s = time.monotonic()
-        read = reader.read([keys[i] for i in places], [pages[i] for i in places], until_s)
-        loaded = [places[i] for i in read]
+        try:
+            loaded = [places[i] for i in self._reader_of(tier, facts).read(*asked)]
+        except Exception as error:  # a plug-in's
+            self._warnings.warning("%s: reads in place failed: %r", tier.name, error)
+            return []
         if not loaded:
             return []
         seconds = time.monotonic() - begun_s
