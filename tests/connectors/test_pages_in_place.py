@@ -435,6 +435,25 @@ def test_a_kernel_or_file_system_without_the_calls_is_asked_once(
     assert pool.read(range(20, 28)) == pool.read(range(8))
 
 
+def test_a_file_system_without_such_reads_is_not_asked_to_open_a_file_so(
+    opened, tmp_path, monkeypatch
+):
+    """Its server might hang then, and the call keeps the GIL: the engine would stop."""
+    asked, open_cached = [], Vfs.open_cached
+
+    def refuse(*args):
+        raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
+
+    def noted(*args):
+        asked.append(args)
+        return open_cached(*args)
+
+    monkeypatch.setattr(Vfs, "read_cached", staticmethod(refuse))
+    monkeypatch.setattr(Vfs, "open_cached", staticmethod(noted))
+    assert opened(disk(tmp_path))._client.tiers["disk"].in_place == {}
+    assert asked == []
+
+
 def test_names_that_the_kernel_has_not_in_memory_are_left_to_the_server(
     pool, opened, stored, tmp_path, monkeypatch
 ):
