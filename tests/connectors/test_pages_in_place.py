@@ -6,6 +6,7 @@ import errno
 import os
 import secrets
 import shutil
+import threading
 import time
 
 import pytest
@@ -23,6 +24,7 @@ from kvoffload.io.remote_tier import RemoteTier
 from kvoffload.io.service.shared_stores import StoreView
 from tests.support.disk_chunks import stored_in
 from tests.support.host_pages import PAGE, Pool, disk
+from tests.support.hung_mount import hung_mount
 
 LATER_S = 1e9
 
@@ -492,6 +494,19 @@ def test_another_folder_under_the_roots_name_is_not_read(pool, opened, stored, t
     shutil.rmtree(root)
     root.symlink_to(tmp_path / "old")
     assert read(reader, pool) == []
+
+
+def test_a_mount_over_the_root_that_hangs_is_not_asked(tmp_path):
+    root = tmp_path / "kv"
+    root.mkdir()
+    reader, answers = CachedFiles(bytes(root), *root_of(root), "00" * 32, None), []
+    thread = threading.Thread(
+        target=lambda: answers.append(reader.read(keys(1), [[]], LATER_S)), daemon=True
+    )
+    with hung_mount(root):
+        thread.start()
+        thread.join(5)
+        assert answers == [[]]
 
 
 @pytest.mark.parametrize("of_them", ["none", "read"])

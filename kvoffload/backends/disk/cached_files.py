@@ -89,8 +89,8 @@ class CachedFiles:
         except OSError:
             return []
         try:
-            facts = self._vfs.fstat(root_fd)
-            if (facts.st_dev, facts.st_ino) != self._identity:
+            # Not by fstat(2): a file system that was mounted over the root might hang in it.
+            if self._vfs.known_identity(root_fd) != self._identity:
                 return []
             loaded, misses = list[int](), 0
             for i, (key, page) in enumerate(zip(keys, pages, strict=True)):
@@ -102,6 +102,8 @@ class CachedFiles:
                 else:
                     misses += 1
             return loaded
+        except OSError:  # the kernel does not tell which folder it is
+            return []
         finally:
             self._vfs.close_quietly(root_fd)
 

@@ -29,6 +29,7 @@ class Vfs:
     fsync = staticmethod(os.fsync)
     is_cached = staticmethod(file_calls.is_cached)
     open_cached = staticmethod(file_calls.open_cached)
+    known_identity = staticmethod(file_calls.known_identity)
     punch = staticmethod(file_calls.punch)
     bypass_cache = staticmethod(file_calls.bypass)
     start_writeback = staticmethod(file_calls.start_writeback)
