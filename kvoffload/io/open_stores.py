@@ -68,7 +68,8 @@ class OpenStore:
         self.observable = backend if isinstance(backend, Observable) else None
         self.lends = backend if isinstance(backend, Lends) else None
         self._spares = backend if isinstance(backend, Spares) else None
-        self._in_place = backend if isinstance(backend, ReadInPlace) else None
+        has_reader = hasattr(type(backend), "reader")  # else it passes through that of another
+        self._in_place = backend if has_reader and isinstance(backend, ReadInPlace) else None
         self.is_shared = bool(getattr(backend, "is_shared", False))
         """Whether processes of this host that open it alike see each other's chunks."""
         self.is_told = False

@@ -514,13 +514,12 @@ def test_pages_of_a_plug_in_without_a_right_reader_are_loaded_by_the_server(
     pool, opened, stored, sent, caplog, monkeypatch, of_them
 ):
     class Theirs(MemoryBackend):
+        reader = Broken if of_them == "read" else None
         used = list
 
         def in_place(self):
             return {"place": 1}
 
-    if of_them == "read":
-        Theirs.reader = Broken
     real = registry.load
     monkeypatch.setattr(
         registry, "load", lambda group, *a: Theirs if a[0] == "mine" else real(group, *a)

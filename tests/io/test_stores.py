@@ -8,12 +8,20 @@ from collections import deque
 import numpy as np
 import pytest
 
+from kvoffload import open_backend
 from kvoffload.backends.base import Spares, Usage
 from kvoffload.backends.blocking_pool import undisturbed
 from kvoffload.backends.memory import MemoryBackend, MemoryOptions
 from kvoffload.errors import ConfigError
 from kvoffload.io import client as io_client
-from kvoffload.io.open_stores import OpenStore, close_stores, greet, open_store, purge
+from kvoffload.io.open_stores import (
+    OpenStore,
+    ReadInPlace,
+    close_stores,
+    greet,
+    open_store,
+    purge,
+)
 from kvoffload.io.presence import PresenceCache
 from kvoffload.io.protocol import (
     Answered,
@@ -26,6 +34,7 @@ from kvoffload.io.protocol import (
     frame,
 )
 from kvoffload.io.remote_tier import RemoteTier
+from kvoffload.testing import FaultyBackend
 from kvoffload.transfer.slab import Slab
 from tests.support.io_rig import client_over, opening
 
@@ -142,7 +151,17 @@ def test_a_store_that_cannot_be_read_in_place_is_only_logged(caplog):
     assert caplog.messages == ["theirs: in_place failed: RuntimeError('out of order')"]
 
 
-@pytest.mark.parametrize("named", [{"in_place": True, "used": 7}, {"in_place": dict, "used": set}])
+async def test_what_a_wrapper_passes_through_is_not_read_in_place(tmp_path):
+    inner = open_backend("disk", {"root": str(tmp_path), "capacity": "1MiB", "min_free": 0}, "n")
+    assert isinstance(inner, ReadInPlace)
+    wrapper = FaultyBackend(inner)
+    assert OpenStore("theirs", wrapper).in_place() == {}, "its faults would strike no such read"
+    await wrapper.close()
+
+
+@pytest.mark.parametrize(
+    "named", [{"in_place": True, "used": 7, "reader": 1}, {"in_place": dict, "used": set}]
+)
 def test_attributes_of_a_store_that_mean_something_else_read_nothing_in_place(named):
     theirs = type("Theirs", (MemoryBackend,), named)
     store = OpenStore("theirs", theirs(MemoryOptions(), "n"))
