@@ -68,7 +68,8 @@ class OpenStore:
         self.observable = backend if isinstance(backend, Observable) else None
         self.lends = backend if isinstance(backend, Lends) else None
         self._spares = backend if isinstance(backend, Spares) else None
-        has_reader = hasattr(type(backend), "reader")  # else it passes through that of another
+        # Of its own class: another one may pass a store's attributes through, or change its bytes.
+        has_reader = "reader" in vars(type(backend))
         self._in_place = backend if has_reader and isinstance(backend, ReadInPlace) else None
         self.is_shared = bool(getattr(backend, "is_shared", False))
         """Whether processes of this host that open it alike see each other's chunks."""
