@@ -291,3 +291,33 @@ def test_a_signal_leaves_no_scratch_folder(tmp_path, until, kind, number):
     started.send_signal(number)
     started.wait(60)
     until(lambda: not os.listdir(root))
+
+
+ENDLESS = """
+import asyncio, os
+
+from kvoffload.cli.apart import run_apart
+
+async def work():
+    print("begun", flush=True)
+    try:
+        await asyncio.sleep(600)
+    finally:
+        with open("tidied", "x"):
+            pass
+
+print(os.getpid(), flush=True)
+run_apart(lambda: asyncio.run(work()))
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_a_command_that_was_started_in_the_background(tmp_path, until, number):
+    """Where a shell has no job control, such a command begins with SIGINT ignored."""
+    words = ["sh", "-c", 'exec "$@" <&- &', "sh", sys.executable, "-c", ENDLESS]
+    started = subprocess.Popen(words, stdout=subprocess.PIPE, cwd=tmp_path)
+    pid, begun = int(started.stdout.readline()), started.stdout.readline()
+    assert begun == b"begun\n"
+    os.kill(pid, number)
+    assert started.communicate(timeout=60) == (b"", None)
+    until((tmp_path / "tidied").exists)
