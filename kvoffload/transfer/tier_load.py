@@ -111,7 +111,7 @@ class _Part(Listener):
             sizes = load.layout.sizes(self._keys)
             order = Load(0, self._tier, [*self._keys], [*self.slots], sizes, [*self._tenants])
             order.may_lend = load.may_borrow
-            load.io.begin(order, self, needs_slots=len(load.first) < len(load.parts))
+            load.io.begin(order, self, needs_slots=bool(self.followers))
         except Exception:
             log.exception("a read of %d chunks could not begin", len(self._keys))
             self.ended(bytes(len(self._keys)), "refused_transfer", True, 0.0)

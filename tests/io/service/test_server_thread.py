@@ -164,6 +164,39 @@ def test_a_load_in_turns_waits_for_the_slots_that_a_slow_nearer_disk_reads(
         patched.setattr(deadlines.IOJobs, "look", looked)
         patched.setattr(Vfs, "pwritev", staticmethod(slow))
         assert engine.load("a") == 10
+        engine.check()
+    end()
+    thread.join(20)
+
+
+def test_the_last_turns_of_a_load_do_not_wait_for_a_nearer_disk_that_hangs(
+    tmp_path, monkeypatch, attach, until
+):
+    path, near, far = str(tmp_path / "s"), tmp_path / "near", tmp_path / "far"
+    go_on, stored, late, pwritev = threading.Event(), [], [], Vfs.pwritev
+
+    def hanging(fd, buffers, *args):
+        size = sum(map(len, buffers))
+        if size > 4096 and os.readlink(f"/proc/self/fd/{fd}").startswith(str(near)):
+            stored.append(size)
+            if len(stored) > 2 and not go_on.wait(60):  # the first two parts have followers
+                late.append(size)
+        return pwritev(fd, buffers, *args)
+
+    _, thread, end = started_in_a_thread(path, far)
+    engine = attach(path, slots=12)
+    engine.store("a")
+    end()
+    thread.join(20)
+    _, thread, end = started_in_a_thread(path, near, far)
+    until(lambda: engine.died and engine.client.tiers["serve"].is_open)
+    with monkeypatch.context() as patched:
+        patched.setattr(Vfs, "pwritev", staticmethod(hanging))
+        engine.wait_at_most(600.0)
+        assert engine.load("a") == 10
+        assert len(stored) > 2
+        assert not late
+        go_on.set()
     engine.check()
     end()
     thread.join(20)
