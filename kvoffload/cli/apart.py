@@ -44,8 +44,8 @@ def run_apart(run: Callable[[], None]) -> None:
 def _run_and_tell(run: Callable[[], None], there: int) -> NoReturn:
     code = 1
     try:
-        # A terminal sends it to the parent as well, and a shell lets what is in the background
-        # ignore it: then asyncio would not handle it.
+        # A terminal sends it to the parent as well. A command in the background of a script begins
+        # with it ignored: asyncio would leave it so.
         signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
         signal.signal(signal.SIGINT, signal.default_int_handler)
         signal.signal(signal.SIGTERM, _interrupt)
