@@ -108,8 +108,8 @@ def test_the_file_system_of_a_path_is_that_of_the_longest_mount_it_is_in(mounts)
     ("kind", "verdict", "detail", "remedy"),
     [
         ("ext4", "ok", "ext4", ""),
-        ("nfs4", "warning", "locks and sizes may be unreliable", "Redis"),
-        ("fuse.sshfs", "warning", "fuse.sshfs", "Redis"),
+        ("nfs4", "warning", "locks and sizes may be unreliable", "folder, redis or object"),
+        ("fuse.sshfs", "warning", "fuse.sshfs", "folder, redis or object"),
         ("fuseblk", "ok", "fuseblk", ""),
         ("tmpfs", "warning", "gone with the next boot", "cpu_bytes"),
         ("ramfs", "warning", "gone with the next boot", "cpu_bytes"),
