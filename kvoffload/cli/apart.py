@@ -13,6 +13,7 @@ import traceback
 from collections.abc import Callable
 from typing import NoReturn
 
+_ENDS = signal.SIGINT, signal.SIGTERM
 _TIDY_S = 3.0
 """How long an interrupted command has to remove what it made, before its caller goes on."""
 
@@ -24,6 +25,7 @@ def run_apart(run: Callable[[], None]) -> None:
         run()
         return
     here, there = os.pipe()
+    signal.pthread_sigmask(signal.SIG_BLOCK, _ENDS)  # until there is a handler of each
     child = os.fork()
     if not child:
         _run_and_tell(run, there)
@@ -34,8 +36,9 @@ def run_apart(run: Callable[[], None]) -> None:
         select.select([here], [], [], _TIDY_S)
         os._exit(128 + number)
 
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in _ENDS:
         signal.signal(number, end)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _ENDS)
     if told := os.read(here, 1):
         sys.exit(told[0])
     sys.exit(128 - os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
@@ -44,11 +47,11 @@ def run_apart(run: Callable[[], None]) -> None:
 def _run_and_tell(run: Callable[[], None], there: int) -> NoReturn:
     code = 1
     try:
-        # A terminal sends it to the parent as well. A command in the background of a script begins
-        # with it ignored: asyncio would leave it so.
-        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+        # SIGINT stays blocked: a terminal sends it to the parent, too. A command in the background
+        # of a script begins with it ignored: asyncio would leave it so.
         signal.signal(signal.SIGINT, signal.default_int_handler)
         signal.signal(signal.SIGTERM, _interrupt)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
         run()
         code = 0
     except SystemExit as ending:
