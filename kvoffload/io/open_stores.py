@@ -111,11 +111,7 @@ class OpenStore:
 
     def forget(self, keys: Sequence[bytes]) -> None:
         """Let the index answer False for these."""
-        if self.index is not None:
-            try:
-                self.index.forget(keys)
-            except Exception as error:
-                self._failed("forget", error)
+        self._tell(self.index, "forget", keys)
 
     def in_place(self) -> dict[str, Any]:
         """Return what an engine must know to read chunks itself; empty: it cannot."""
@@ -129,27 +125,15 @@ class OpenStore:
 
     def used(self, keys: Sequence[bytes]) -> None:
         """Tell the store what an engine has read itself."""
-        if self._in_place is not None:
-            try:
-                self._in_place.used(keys)
-            except Exception as error:
-                self._failed("used", error)
+        self._tell(self._in_place, "used", keys)
 
     def spare(self, keys: Collection[bytes]) -> None:
         """Tell the store what requests in the engine's queue need."""
-        if self._spares is not None:
-            try:
-                self._spares.spare(keys)
-            except Exception as error:
-                self._failed("spare", error)
+        self._tell(self._spares, "spare", keys)
 
     def expect(self, returns: Sequence[ToldReturn], share: float) -> None:
         """Tell the store when sessions need their chunks again."""
-        if self._spares is not None:
-            try:
-                self._spares.expect(returns, share)
-            except Exception as error:
-                self._failed("expect", error)
+        self._tell(self._spares, "expect", returns, share)
 
     def removals(self) -> list[tuple[bytes, str]]:
         """Return the chunks that the store removed since the last call, and why."""
@@ -175,6 +159,14 @@ class OpenStore:
             return None
         self._told = now
         return now
+
+    def _tell(self, store: object, call: str, *told: object) -> None:
+        """Call a method of a store that has it; of one that has not, ``store`` is None."""
+        if store is not None:
+            try:
+                getattr(store, call)(*told)
+            except Exception as error:
+                self._failed(call, error)
 
     def _failed(self, call: str, error: Exception) -> None:
         self.failures.warning("%s: %s failed: %r", self.name, call, error)

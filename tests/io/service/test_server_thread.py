@@ -93,6 +93,22 @@ def test_slots_are_free_only_once_a_call_that_hangs_as_the_server_ends_has_retur
     attached.sock.close()
 
 
+@contextlib.contextmanager
+def stored_farther(tmp_path, attach, until, slots):
+    """Yield an engine whose chunks a farther disk has; its server has a nearer one by now."""
+    path, near, far = str(tmp_path / "s"), tmp_path / "near", tmp_path / "far"
+    _, thread, end = started_in_a_thread(path, far)
+    engine = attach(path, slots=slots)
+    engine.store("a")
+    end()
+    thread.join(20)
+    _, thread, end = started_in_a_thread(path, near, far)
+    until(lambda: engine.died and engine.client.tiers["serve"].is_open)
+    yield engine
+    end()
+    thread.join(20)
+
+
 @pytest.mark.parametrize(
     ("slots", "loaded", "later"), [(24, 10, ["b"]), (12, 6, [])], ids=["a store", "its own turns"]
 )
@@ -100,7 +116,7 @@ def test_a_disk_that_hangs_stores_no_byte_of_what_an_engine_put_into_the_slots_l
     tmp_path, monkeypatch, attach, until, slots, loaded, later
 ):
     """It was to store nearer what a farther disk had brought, after the load was given up."""
-    path, near, far = str(tmp_path / "s"), tmp_path / "near", tmp_path / "far"
+    path, near = str(tmp_path / "s"), tmp_path / "near"
     go_on, hung, pwritev = threading.Event(), [], Vfs.pwritev
 
     def hanging(fd, *args):
@@ -109,26 +125,18 @@ def test_a_disk_that_hangs_stores_no_byte_of_what_an_engine_put_into_the_slots_l
             assert go_on.wait(60)
         return pwritev(fd, *args)
 
-    _, thread, end = started_in_a_thread(path, far)
-    engine = attach(path, slots=slots)
-    engine.store("a")
-    end()
-    thread.join(20)
-    _, thread, end = started_in_a_thread(path, near, far)
-    until(lambda: engine.died and engine.client.tiers["serve"].is_open)
-    with monkeypatch.context() as patched:
-        patched.setattr(Vfs, "pwritev", staticmethod(hanging))
-        engine.wait_at_most(0.5)
-        assert engine.load("a") == loaded
-        assert hung
-        told = {(name, *labels): value for name, labels, value in engine.client.samples()}
-        assert told[LOAD_CHUNKS, "serve"] == loaded, "it counts when it is answered"
-        for name in later:
-            engine.store(name)
-        go_on.set()
-    engine.check()
-    end()
-    thread.join(20)
+    with stored_farther(tmp_path, attach, until, slots) as engine:
+        with monkeypatch.context() as patched:
+            patched.setattr(Vfs, "pwritev", staticmethod(hanging))
+            engine.wait_at_most(0.5)
+            assert engine.load("a") == loaded
+            assert hung
+            told = {(name, *labels): value for name, labels, value in engine.client.samples()}
+            assert told[LOAD_CHUNKS, "serve"] == loaded, "it counts when it is answered"
+            for name in later:
+                engine.store(name)
+            go_on.set()
+        engine.check()
     _, thread, end = started_in_a_thread(path, near)
     engine.wait_at_most(30.0)
     assert until(lambda: engine.load("a")), "all chunks of it are right"
@@ -139,7 +147,7 @@ def test_a_disk_that_hangs_stores_no_byte_of_what_an_engine_put_into_the_slots_l
 def test_a_load_in_turns_waits_for_the_slots_that_a_slow_nearer_disk_reads(
     tmp_path, monkeypatch, attach, until
 ):
-    path, near, far = str(tmp_path / "s"), tmp_path / "near", tmp_path / "far"
+    near = tmp_path / "near"
     monkeypatch.setattr(deadlines, "ARRIVED_S", 0.0)
     look, looks, pwritev = deadlines.IOJobs.look, [], Vfs.pwritev
 
@@ -153,26 +161,18 @@ def test_a_load_in_turns_waits_for_the_slots_that_a_slow_nearer_disk_reads(
             until(lambda: len(looks) > seen + 2)
         return pwritev(fd, *args)
 
-    _, thread, end = started_in_a_thread(path, far)
-    engine = attach(path, slots=12)
-    engine.store("a")
-    end()
-    thread.join(20)
-    _, thread, end = started_in_a_thread(path, near, far)
-    until(lambda: engine.died and engine.client.tiers["serve"].is_open)
-    with monkeypatch.context() as patched:
-        patched.setattr(deadlines.IOJobs, "look", looked)
-        patched.setattr(Vfs, "pwritev", staticmethod(slow))
-        assert engine.load("a") == 10
-        engine.check()
-    end()
-    thread.join(20)
+    with stored_farther(tmp_path, attach, until, 12) as engine:
+        with monkeypatch.context() as patched:
+            patched.setattr(deadlines.IOJobs, "look", looked)
+            patched.setattr(Vfs, "pwritev", staticmethod(slow))
+            assert engine.load("a") == 10
+            engine.check()
 
 
 def test_the_last_turns_of_a_load_do_not_wait_for_a_nearer_disk_that_hangs(
     tmp_path, monkeypatch, attach, until
 ):
-    path, near, far = str(tmp_path / "s"), tmp_path / "near", tmp_path / "far"
+    near = tmp_path / "near"
     go_on, stored, late, pwritev = threading.Event(), [], [], Vfs.pwritev
 
     def hanging(fd, buffers, *args):
@@ -183,23 +183,15 @@ def test_the_last_turns_of_a_load_do_not_wait_for_a_nearer_disk_that_hangs(
                 late.append(size)
         return pwritev(fd, buffers, *args)
 
-    _, thread, end = started_in_a_thread(path, far)
-    engine = attach(path, slots=12)
-    engine.store("a")
-    end()
-    thread.join(20)
-    _, thread, end = started_in_a_thread(path, near, far)
-    until(lambda: engine.died and engine.client.tiers["serve"].is_open)
-    with monkeypatch.context() as patched:
-        patched.setattr(Vfs, "pwritev", staticmethod(hanging))
-        engine.wait_at_most(600.0)
-        assert engine.load("a") == 10
-        assert len(stored) > 2
-        assert not late
-        go_on.set()
-    engine.check()
-    end()
-    thread.join(20)
+    with stored_farther(tmp_path, attach, until, 12) as engine:
+        with monkeypatch.context() as patched:
+            patched.setattr(Vfs, "pwritev", staticmethod(hanging))
+            engine.wait_at_most(600.0)
+            assert engine.load("a") == 10
+            assert len(stored) > 2
+            assert not late
+            go_on.set()
+        engine.check()
 
 
 def test_an_engine_that_is_stopped_with_loans_does_not_delay_the_end(tmp_path, monkeypatch):
