@@ -39,6 +39,9 @@ THREADS = 16
 """The default of the backend."""
 CAPACITY = ByteSize(8 << 30)
 LOOKUPS = 2000
+COLD = "load, not in the page cache"
+"""What another host that mounts the folder meets, before it has loaded the chunk."""
+LOADS = ("load", COLD)
 
 
 def run(folder: str | None = None, total_bytes: int = TOTAL_BYTES) -> dict[str, Any]:
@@ -78,7 +81,8 @@ async def _transfers(scratch: str, count: int) -> list[Row]:
     keys = keys_of(count)
     backends: dict[str, Backend] = {"folder": _folder(f"{scratch}/folder")}
     for io in ("direct", "buffered"):
-        backends[f"disk, io = {io}"] = _disk(f"{scratch}/disk-{io}", io)
+        name = f"disk, io = {io}"
+        backends[name] = _disk(f"{scratch}/{name}", io)
     loops = {
         "open, move, close": _Plain(f"{scratch}/plain", slots),
         "a loop of the same work": _SameWork(f"{scratch}/same", slots, keys),
@@ -90,7 +94,9 @@ async def _transfers(scratch: str, count: int) -> list[Row]:
         for name, start, end in zip((verb, f"{verb} CPU"), began, _clocks(), strict=True):
             best[name, side] = min(end - start, best.get((name, side), end - start))
 
-    tiers = {name: _Tier(backend, keys, slots) for name, backend in backends.items()}
+    tiers = {
+        name: _Tier(backend, f"{scratch}/{name}", keys, slots) for name, backend in backends.items()
+    }
     sides: dict[str, _Tier | _Plain] = {**tiers, **loops}
     names = [*sides]
     for turn in range(ROUNDS):
@@ -100,11 +106,17 @@ async def _transfers(scratch: str, count: int) -> list[Row]:
             began = _clocks()
             await each.store()
             note("store", side, began)
-            began = _clocks()
-            await each.load()
-            note("load", side, began)
+            for verb in LOADS:
+                if verb == COLD:
+                    _leave_page_cache(each.folder)
+                began = _clocks()
+                await each.load()
+                note(verb, side, began)
             await each.drop()
-        for verb, rw in (("store", "write"), ("load", "read")) if fio else ():
+        for verb in ("store", *LOADS) if fio else ():
+            if verb == COLD:
+                _leave_page_cache(f"{scratch}/fio")
+            rw = "write" if verb == "store" else "read"
             seconds = _fio_seconds(f"{scratch}/fio", rw, count)
             best[verb, "fio"] = min(seconds, best.get((verb, "fio"), seconds))
         shutil.rmtree(f"{scratch}/fio", ignore_errors=True)
@@ -113,7 +125,7 @@ async def _transfers(scratch: str, count: int) -> list[Row]:
     for backend in backends.values():
         await backend.close()
     gigabytes, rows = count * SIZE / 1e9, []
-    for verb in ("store", "load"):
+    for verb in ("store", *LOADS):
         for side in names[1:]:
             ours, theirs = gigabytes / best[verb, "folder"], gigabytes / best[verb, side]
             rows.append(row(f"{verb}, 2 MiB", ours, "GB/s", theirs, side))
@@ -145,6 +157,16 @@ def _fio_seconds(folder: str, verb: str, count: int) -> float:
     return float(job[verb]["runtime"]) / 1e3
 
 
+def _leave_page_cache(folder: str) -> None:
+    """Let this host forget the bytes of all files, not their names."""
+    for parent, _, names in os.walk(folder):
+        for name in names:
+            fd = os.open(f"{parent}/{name}", os.O_RDONLY)
+            os.fsync(fd)  # what is not written yet would stay
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+            os.close(fd)
+
+
 def _clocks() -> tuple[float, float]:
     return time.perf_counter(), time.process_time()
 
@@ -153,8 +175,9 @@ class _Tier:
     """A backend, called as the loops are."""
 
     def __init__(
-        self, backend: Backend, keys: Sequence[bytes], slots: Sequence[memoryview]
+        self, backend: Backend, folder: str, keys: Sequence[bytes], slots: Sequence[memoryview]
     ) -> None:
+        self.folder = folder
         self._backend, self._keys, self._slots = backend, keys, slots
 
     async def store(self) -> None:
@@ -172,7 +195,7 @@ class _Plain:
 
     def __init__(self, folder: str, slots: Sequence[memoryview]) -> None:
         os.mkdir(folder)
-        self._folder, self._slots = folder, slots
+        self.folder, self._slots = folder, slots
         self._pool = ThreadPoolExecutor(THREADS)
         self._header = memoryview(mmap.mmap(-1, ALIGNED_BYTES))
 
@@ -191,7 +214,7 @@ class _Plain:
         await asyncio.gather(*calls)
 
     def _path(self, i: int) -> str:
-        return f"{self._folder}/{i}"
+        return f"{self.folder}/{i}"
 
     def _write(self, i: int) -> None:
         self._fill(self._path(i), i)
@@ -223,7 +246,7 @@ class _SameWork(_Plain):
             os.mkdir(f"{folder}/{shard}")
 
     def _path(self, i: int) -> str:
-        return f"{self._folder}/{self._names[i]}"
+        return f"{self.folder}/{self._names[i]}"
 
     def _write(self, i: int) -> None:
         checksum(self._slots[i])
