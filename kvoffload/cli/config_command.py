@@ -136,6 +136,8 @@ def checked(
 def show(given: Given = None, engine: ForEngine = Engine.VLLM, as_json: AsJson = False) -> None:
     """Show each setting in force, and where it comes from. Secrets are hidden.
 
+    What each tier is given is shown as it is; ``check`` says whether it is right.
+
     Exit codes: 0 shown; 2 a setting is wrong.
     """
     config, sources = _read(*all_given(given, engine), engine)

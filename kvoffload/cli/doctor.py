@@ -1,13 +1,12 @@
 """``kvoffload doctor``: are these stores fit to be tiers, and what should be changed?"""
 
-import asyncio
 import json
 import os
 from typing import Annotated
 
 import typer
 
-from kvoffload.backends.admin import Finding, answered, hung
+from kvoffload.backends.admin import Finding, hung
 from kvoffload.cli.config_command import (
     OF_SERVER,
     Engine,
@@ -19,7 +18,7 @@ from kvoffload.cli.config_command import (
 )
 from kvoffload.cli.output import console, plain, say, table_of
 from kvoffload.cli.server_check import is_of_server, server_findings
-from kvoffload.cli.stores import AsJson, Kind, Settings, Target, run_on
+from kvoffload.cli.stores import AsJson, Kind, Settings, Target, look_at, run_on
 from kvoffload.errors import ConfigError
 from kvoffload.io.service.listener import lock_of
 from kvoffload.io.service.settings import read_serve_config
@@ -65,20 +64,13 @@ def command(
         raise typer.Exit(1)
 
 
-def _first_look(target: str) -> Finding | None:
-    """Return what to say of a path that hangs, before this thread looks at it."""
-    try:
-        asyncio.run(answered(target, os.path.exists, f"{target}/.store.json"))
-    except TimeoutError as error:
-        return hung(error)
-    return None
-
-
 def _of_store(target: str | None, kind: str | None, option: list[str] | None) -> list[Finding]:
     """Examine one store. A path with nothing there may be meant as a folder or as a socket."""
     if target and not kind:
-        if unseen := _first_look(target):
-            return [unseen]
+        try:
+            look_at(target)
+        except TimeoutError as error:
+            return [hung(error)]
         if is_of_server(target):
             findings = server_findings(target)
             if any(map(os.path.lexists, (target, lock_of(target)))):

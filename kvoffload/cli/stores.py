@@ -9,7 +9,7 @@ from typing import Annotated, Any, TypeVar
 
 import typer
 
-from kvoffload.backends.admin import COMMANDS
+from kvoffload.backends.admin import COMMANDS, answered
 from kvoffload.cli.output import fail
 from kvoffload.errors import ConfigError
 from kvoffload.registry import offers, open_admin
@@ -44,15 +44,26 @@ def run_on(
         ConfigError: the target or a setting is wrong; nothing was opened.
         typer.Exit: with code 1 when the store cannot be reached; the reason is printed.
     """
-    kind, options = _chosen(target, kind)
-    for name, value in _parsed(settings or []).items():
-        if name in options:
-            raise ConfigError(name, value, "the target is given already")
-        options[name] = value
     try:
+        if target is not None:
+            look_at(target)
+        kind, options = _chosen(target, kind)
+        for name, value in _parsed(settings or []).items():
+            if name in options:
+                raise ConfigError(name, value, "the target is given already")
+            options[name] = value
         return asyncio.run(opened(command, kind, options, work))
     except OSError as error:
         fail(str(error))
+
+
+def look_at(target: str) -> None:
+    """Look at a path before this thread does, which a mount that hangs would keep.
+
+    Raises:
+        TimeoutError: it has not answered.
+    """
+    asyncio.run(answered(target, os.path.exists, f"{target}/.store.json"))
 
 
 async def opened(

@@ -255,6 +255,16 @@ def test_a_mount_that_hangs_is_a_finding_of_each_tier_on_it(tmp_path, monkeypatc
         assert "has not answered for 1 s" in each["reachable"]["detail"]
 
 
+@pytest.mark.parametrize("command", ["inspect", "verify", "gc", "top"])
+def test_other_commands_say_that_a_mount_hangs_and_end(tmp_path, command):
+    program = f"from kvoffload.backends import admin; admin.HUNG_S = 1.0; {PROGRAM}"
+    with hung_mount(tmp_path):
+        words = [sys.executable, "-c", program, command, str(tmp_path / "kv")]
+        done = subprocess.run(words, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 1
+    assert done.stderr == f"kvoffload: {tmp_path}/kv has not answered for 1 s\n"
+
+
 def test_the_command_ends_while_its_call_on_a_frozen_disk_does_not(tmp_path):
     program = f"from kvoffload.backends import admin; admin.HUNG_S = 2.0; {PROGRAM}"
     with frozen_disk(tmp_path) as root:
