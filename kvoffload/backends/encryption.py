@@ -129,7 +129,7 @@ class CipherSeal:
     def fault(
         self, header: memoryview, payload: memoryview, key: bytes, namespace: bytes
     ) -> str | None:
-        return fault_by_check(self, header, [payload], key, namespace)
+        return fault_by_check(self, header, payload, key, namespace)
 
     def begin_check(self, header: memoryview, found: Header) -> "_Decryption | None":
         if (own := self._key_of(found)) is None:

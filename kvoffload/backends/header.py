@@ -75,16 +75,22 @@ def namespace_digest(namespace: str) -> bytes:
     return hashlib.sha256(namespace.encode()).digest()
 
 
-def checksum(payload: Buffer) -> bytes:
-    """Return a checksum of 16 bytes (XXH3, 128 bit, canonical form).
+def checksum(*parts: Buffer) -> bytes:
+    """Return a checksum of 16 bytes (XXH3, 128 bit, canonical form) of a payload.
 
     It guards against accidents, not against an attacker who can write to the store.
     """
-    if (payload.nbytes if isinstance(payload, memoryview) else len(payload)) <= _ONE_SHOT_BYTES:
-        return bytes(xxhash.xxh3_128_digest(payload))
+    if len(parts) == 1 and num_bytes(parts[0]) <= _ONE_SHOT_BYTES:
+        return bytes(xxhash.xxh3_128_digest(parts[0]))
     digest = running_checksum()
-    digest.update(payload)
+    for part in parts:
+        digest.update(part)
     return bytes(digest.digest())
+
+
+def num_bytes(payload: Buffer) -> int:
+    """Return how many bytes a buffer has."""
+    return payload.nbytes if isinstance(payload, memoryview) else len(payload)
 
 
 def running_checksum() -> xxhash.xxh3_128:
@@ -135,8 +141,7 @@ def pack_header(
         header_bytes: :data:`COMPACT_BYTES` or :data:`ALIGNED_BYTES`.
         tenant: a tag of :data:`TENANT_BYTES`, or nothing.
     """
-    size = payload.nbytes if isinstance(payload, memoryview) else len(payload)
-    digest = checksum(payload)
+    size, digest = num_bytes(payload), checksum(payload)
     body = header_body(key, namespace, size, digest, header_bytes=header_bytes, tenant=tenant)
     return sealed(body)
 
@@ -210,16 +215,18 @@ def parse_header(buffer: Buffer) -> Header | str:
     return Header(size, own_key, payload_bytes, digest, namespace, kind, nonce, key_id, tenant)
 
 
-def check_chunk(
-    header: Buffer, payload: Buffer, key: bytes, namespace: bytes, digest: bytes = b""
-) -> str | None:
+def check_chunk(header: Buffer, payload: Buffer, key: bytes, namespace: bytes) -> str | None:
     """Return why header and payload are not exactly the chunk wanted, or None.
 
     Reasons: those of :func:`mismatch`, :data:`OTHER_KEY` (the payload is encrypted), and
-    ``payload`` (its checksum is wrong). ``digest``: the checksum of the payload, if it is known.
+    ``payload`` (its checksum is wrong).
     """
-    size = payload.nbytes if isinstance(payload, memoryview) else len(payload)
-    digest, view = digest or checksum(payload), memoryview(header)
+    return check_sum(header, num_bytes(payload), checksum(payload), key, namespace)
+
+
+def check_sum(header: Buffer, size: int, digest: bytes, key: bytes, namespace: bytes) -> str | None:
+    """Do the same by length and checksum of the payload."""
+    view = memoryview(header)
     front = _FRONT.pack(MAGIC, VERSION, len(view), XXH3_128, len(key), size)
     wanted = b"".join((front, digest, namespace, key))
     if view[: len(wanted)] == wanted and len(view) in (COMPACT_BYTES, ALIGNED_BYTES):

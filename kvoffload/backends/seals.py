@@ -5,7 +5,6 @@ A :class:`ChecksumSeal` leaves the chunk as it is. The seal of
 """
 
 import hashlib
-from collections.abc import Sequence
 from typing import Protocol
 
 from kvoffload.backends.header import (
@@ -132,23 +131,22 @@ def tenant_tag(tenant: bytes, key: bytes) -> bytes:
 def fault_by_check(
     seal: Seal | None,
     header: memoryview,
-    pieces: Sequence[memoryview],
+    payload: memoryview,
     key: bytes,
     namespace: bytes,
 ) -> str | None:
     """Return why header and payload are not the chunk wanted, as loads with a seal would find.
 
     Of a chunk that another kind of seal guards, or other keys do, only header and length are
-    checked. ``pieces``: the payload, wherever its parts lie.
+    checked.
     """
     found = parse_header(header)
-    reason = mismatch(found, key, namespace, sum(piece.nbytes for piece in pieces))
+    reason = mismatch(found, key, namespace, payload.nbytes)
     if reason is not None or not isinstance(found, Header):
         return reason
     if (running := (seal or ChecksumSeal()).begin_check(header, found)) is None:
         return OTHER_KEY
-    for piece in pieces:
-        running.update(piece)
+    running.update(payload)
     return None if running.is_whole() else "payload"
 
 

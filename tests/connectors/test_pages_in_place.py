@@ -34,7 +34,7 @@ def can_read_in_place(folder):
     path = folder / "probe"
     path.write_bytes(bytes(PAGE))
     with contextlib.suppress(OSError):
-        fd = file_calls.open_cached(str(path), os.O_RDONLY)
+        fd = file_calls.open_cached(os.fsencode(path), os.O_RDONLY)
         with contextlib.closing(os.fdopen(fd, "rb")):
             into = bytearray(PAGE)
             is_cached = file_calls.is_cached(fd, PAGE)

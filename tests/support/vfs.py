@@ -35,7 +35,7 @@ class HookedVfs(Vfs):
         self._paths[fd] = path
         return fd
 
-    def open_cached(self, name: str | bytes, flags: int, folder_fd: int | None = None) -> int:
+    def open_cached(self, name: bytes, flags: int, folder_fd: int | None = None) -> int:
         """See :class:`Vfs`."""
         path = os.fsdecode(name)
         opened = self.around("open_cached", path, lambda: Vfs.open_cached(name, flags, folder_fd))

@@ -10,13 +10,14 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from kvoffload.backends.disk.chunk_file import PAGE, ChunkFiles
+from kvoffload.backends.disk.chunk_file import PAGE
 from kvoffload.backends.disk.paths import shard_of
 from kvoffload.backends.disk.vfs import Vfs
-from kvoffload.backends.seals import fault_by_check
+from kvoffload.backends.header import check_sum, checksum
 
 MOST_MISSES = 4
 """After so many in a row the rest of a prefix is as likely not cached: each costs some 10 µs."""
+_BYTE = ctypes.c_ubyte
 _FOLDER = getattr(os, "O_PATH", 0) | os.O_DIRECTORY
 _FILE = os.O_RDONLY | os.O_NONBLOCK | getattr(os, "O_NOATIME", 0)
 """An access time would be written to the device, which may hang."""
@@ -37,7 +38,7 @@ def facts_for_readers(
             # First: the server of a file system that has no such reads might hang in the other
             # call, which keeps the GIL.
             vfs.read_cached(fd, [bytearray(PAGE)], 0)
-            vfs.close_quietly(vfs.open_cached(scratch, _FILE))
+            vfs.close_quietly(vfs.open_cached(os.fsencode(scratch), _FILE))
         finally:
             vfs.close_quietly(fd)
             vfs.unlink_quietly(scratch)
@@ -65,8 +66,7 @@ class CachedFiles:
         self._root, self._identity = root, (device, inode)
         self._namespace, self._digest = namespace, bytes.fromhex(namespace)
         self._ttl_ns = None if ttl_s is None else int(ttl_s * 1e9)
-        self._vfs = vfs = Vfs()
-        self._chunks = ChunkFiles(vfs, durable=False)
+        self._vfs = Vfs()
         self._pid = os.getpid()
 
     def read(
@@ -92,11 +92,11 @@ class CachedFiles:
             # Not by fstat(2): a file system that was mounted over the root might hang in it.
             if self._vfs.known_identity(root_fd) != self._identity:
                 return []
-            loaded, misses = list[int](), 0
+            loaded, misses, header = list[int](), 0, memoryview(bytearray(PAGE))
             for i, (key, page) in enumerate(zip(keys, pages, strict=True)):
                 if misses == MOST_MISSES or time.monotonic() >= until_s:
                     break
-                if self._read(root_fd, key, page):
+                if self._read(root_fd, key, page, header):
                     loaded.append(i)
                     misses = 0
                 else:
@@ -107,32 +107,27 @@ class CachedFiles:
         finally:
             self._vfs.close_quietly(root_fd)
 
-    def _read(self, root_fd: int, key: bytes, page: Sequence[tuple[int, int]]) -> bool:
+    def _read(
+        self, root_fd: int, key: bytes, page: Sequence[tuple[int, int]], header: memoryview
+    ) -> bool:
         """Fill the parts of a page with its chunk; False: it is not wholly cached, or not whole."""
-        vfs, wanted = self._vfs, PAGE + sum(size for _, size in page)
+        parts: list[Any] = [(_BYTE * size).from_address(address) for address, size in page]
+        vfs, size = self._vfs, sum(map(len, parts))
         try:
-            name = f"{self._namespace}/{shard_of(key)}/{key.hex()}"
+            name = f"{self._namespace}/{shard_of(key)}/{key.hex()}".encode()
             fd = vfs.open_cached(name, _FILE, root_fd)
+            try:
+                if not self._is_fresh(fd) or not vfs.is_cached(fd, PAGE + size):
+                    return False
+                if vfs.read_cached(fd, [header, *parts, bytearray(1)], 0) != PAGE + size:
+                    return False
+            finally:
+                vfs.close(fd)
         except OSError:
             return False
-        try:
-            if not self._is_fresh(fd) or not vfs.is_cached(fd, wanted):
-                return False
-            header, beyond = self._chunks.pages(2)
-            parts = [_memory(*part) for part in page]
-            if vfs.read_cached(fd, [header, *parts, beyond], 0) != wanted:
-                return False
-        except OSError:
-            return False
-        finally:
-            vfs.close_quietly(fd)
-        return fault_by_check(self._chunks.seal, header, parts, key, self._digest) is None
+        return check_sum(header, size, checksum(*parts), key, self._digest) is None
 
     def _is_fresh(self, fd: int) -> bool:
         """Return whether a chunk has surely not expired: a late use may not be on disk yet."""
         ttl_ns = self._ttl_ns
         return ttl_ns is None or self._vfs.fstat(fd).st_atime_ns + ttl_ns > time.time_ns()
-
-
-def _memory(address: int, size: int) -> memoryview:
-    return memoryview((ctypes.c_ubyte * size).from_address(address)).cast("B")

@@ -5,6 +5,7 @@ import errno
 import fcntl
 import mmap
 import os
+import struct
 import termios
 
 _CACHESTAT = 451
@@ -32,38 +33,17 @@ _libc.mmap.argtypes = (
 _libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
 
 
-class _Range(ctypes.Structure):
-    _fields_ = (("offset", ctypes.c_uint64), ("length", ctypes.c_uint64))
+_Pages = ctypes.c_uint64 * 5
+"""What cachestat(2) tells: pages that are cached, dirty, in writeback, and evicted ones."""
+_range = struct.Struct("QQ").pack
+"""What it asks: offset and length."""
+_how = struct.Struct("QQQ").pack
+"""What openat2(2) takes: flags, mode and RESOLVE_*."""
+_FACTS = struct.Struct("32xQ96xII112x")
+"""What statx(2) tells: the inode, and both numbers of its device."""
 
 
-class _Pages(ctypes.Structure):
-    _fields_ = tuple(
-        (name, ctypes.c_uint64)
-        for name in ("cached", "dirty", "in_writeback", "evicted", "recently_evicted")
-    )
-
-
-class _How(ctypes.Structure):
-    _fields_ = (("flags", ctypes.c_uint64), ("mode", ctypes.c_uint64), ("resolve", ctypes.c_uint64))
-
-
-class _Facts(ctypes.Structure):
-    """What statx(2) returns."""
-
-    _fields_ = (
-        ("before", ctypes.c_uint8 * 32),
-        ("ino", ctypes.c_uint64),
-        ("between", ctypes.c_uint8 * 96),
-        ("dev_major", ctypes.c_uint32),
-        ("dev_minor", ctypes.c_uint32),
-        ("after", ctypes.c_uint8 * 112),
-    )
-
-
-_HOW_BYTES = ctypes.c_size_t(ctypes.sizeof(_How))
-
-
-def open_cached(name: str | bytes, flags: int, folder_fd: int | None = None) -> int:
+def open_cached(name: bytes, flags: int, folder_fd: int | None = None) -> int:
     """Open a file whose names the kernel has in memory; does no I/O.
 
     Args:
@@ -78,10 +58,9 @@ def open_cached(name: str | bytes, flags: int, folder_fd: int | None = None) -> 
     if not hasattr(os, "RWF_NOWAIT"):  # only Linux has it, and the number means another call
         raise OSError(errno.ENOTSUP, os.strerror(errno.ENOTSUP))
     resolve = _CACHED if folder_fd is None else _CACHED | _BENEATH | _NO_SYMLINKS
-    how = _How(flags | os.O_CLOEXEC | os.O_NOFOLLOW, 0, resolve)
+    how = _how(flags | os.O_CLOEXEC | os.O_NOFOLLOW, 0, resolve)
     at = _AT_CWD if folder_fd is None else folder_fd
-    fd = _quick.syscall(_OPENAT2, at, os.fsencode(name), ctypes.byref(how), _HOW_BYTES)
-    if fd < 0:
+    if (fd := _quick.syscall(_OPENAT2, at, name, how, len(how))) < 0:
         raise _error()
     return int(fd)
 
@@ -92,12 +71,13 @@ def known_identity(fd: int) -> tuple[int, int]:
     Raises:
         OSError: the kernel does not tell.
     """
-    facts = _Facts()
+    facts = (ctypes.c_ubyte * _FACTS.size)()
     if not hasattr(_libc, "statx"):  # only Linux has it
         raise OSError(errno.ENOTSUP, os.strerror(errno.ENOTSUP))
-    if _libc.statx(fd, b"", _EMPTY_PATH | _DONT_SYNC, _INODE, ctypes.byref(facts)):
+    if _libc.statx(fd, b"", _EMPTY_PATH | _DONT_SYNC, _INODE, facts):
         raise _error()
-    return os.makedev(facts.dev_major, facts.dev_minor), facts.ino
+    inode, *device = _FACTS.unpack(facts)
+    return os.makedev(*device), inode
 
 
 def is_cached(fd: int, length: int, offset: int = 0) -> bool:
@@ -107,9 +87,8 @@ def is_cached(fd: int, length: int, offset: int = 0) -> bool:
         OSError: the kernel does not tell.
     """
     pages, length = _Pages(), min(length, _HEAD_BYTES)
-    asked = ctypes.byref(_Range(offset, length)), ctypes.byref(pages)
-    if _quick.syscall(_CACHESTAT, fd, *asked, 0) == 0:
-        return bool(pages.cached * mmap.PAGESIZE >= length)
+    if _quick.syscall(_CACHESTAT, fd, _range(offset, length), pages, 0) == 0:
+        return bool(pages[0] * mmap.PAGESIZE >= length)
     return _is_mapped(fd, length, offset)  # an older kernel, or a container that forbids the call
 
 

@@ -63,7 +63,7 @@ class SecretSeal:
     def fault(
         self, header: memoryview, payload: memoryview, key: bytes, namespace: bytes
     ) -> str | None:
-        reason = fault_by_check(self, header, [payload], key, namespace)
+        reason = fault_by_check(self, header, payload, key, namespace)
         return "mac" if reason == "payload" else reason
 
     def begin_check(self, header: memoryview, found: Header) -> "_Code | None":

@@ -278,7 +278,7 @@ def _fault(content: memoryview, name: ChunkName, cipher: Seal | None) -> str:
     namespace = found.namespace if isinstance(found, Header) else b""
     if namespace and not namespace.hex().startswith(name.tag):
         return counted_as("namespace")
-    reason = fault_by_check(cipher, header, [payload], name.key, namespace)
+    reason = fault_by_check(cipher, header, payload, name.key, namespace)
     return "" if reason is None else counted_as(reason)
 
 

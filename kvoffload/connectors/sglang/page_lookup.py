@@ -77,7 +77,7 @@ class PageLookup:
 
     def _asked_leading(self, tier: RemoteTier, keys: Sequence[bytes], until_s: float) -> int:
         """Count the leading pages that a store has; of a prompt that it lacks, ask for one page."""
-        if not self._may_lag(tier) or not any(self._ask(tier, keys[:1], until_s)):
+        if not self.may_lag(tier) or not any(self._ask(tier, keys[:1], until_s)):
             return 0
         rest = self._ask(tier, keys[1:], until_s)
         return 1 + next((i for i, there in enumerate(rest) if not there), len(rest))
@@ -98,7 +98,7 @@ class PageLookup:
             while None in (held := self.holds(tier, keys)) and time.monotonic() < until_s:
                 time.sleep(ASK_AGAIN_S)
             found = [bool(before or here) for before, here in zip(found, held, strict=True)]
-            if self._may_lag(tier):
+            if self.may_lag(tier):
                 lacking = [i for i in range(num_listed, len(keys)) if not found[i]]
                 there = self._ask(tier, [keys[i] for i in lacking], until_s)
                 for i, is_there in zip(lacking, there, strict=True):
@@ -110,18 +110,14 @@ class PageLookup:
         with self._asking:
             return [tier.holds(key) for key in keys]
 
-    def may_hold(self, tier: RemoteTier, keys: Sequence[bytes]) -> list[bool]:
-        """Tell which pages to load from a tier: a page of a lookup may still be in no index."""
-        may_lag = self._may_lag(tier)
-        return [may_lag or held is not False for held in self.holds(tier, keys)]
-
     def forget(self, tier: RemoteTier, listing: int, keys: Sequence[bytes]) -> None:
         """Let a tier answer False for pages, unless it has been opened again since a listing."""
         with self._asking:
             if tier.listing == listing:
                 tier.forget(keys)
 
-    def _may_lag(self, tier: RemoteTier) -> bool:
+    def may_lag(self, tier: RemoteTier) -> bool:
+        """Tell whether a page of a lookup may still be in no copy of a tier's index."""
         return self._asks and tier.is_listed and tier.is_shared and tier.is_open
 
     def _ask(self, tier: RemoteTier, keys: Sequence[bytes], until_s: float) -> list[bool]:

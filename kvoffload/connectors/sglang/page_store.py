@@ -86,7 +86,7 @@ class PageStore:
         """What became of pages."""
         self._lookup = PageLookup(self._tiers, config.lookup_timeout_s, asks=asks)
         self.lookup_deadline_s = self._lookup.deadline_s
-        self._in_place = PagesInPlace(self._client, self._lookup)
+        self._in_place = PagesInPlace(self._client)
         self._clearing = threading.Lock()
         self._changing = threading.Lock()
         """Held while a store is begun or barred: each store is of one generation."""
@@ -143,10 +143,13 @@ class PageStore:
         tried: set[int] = set()
         brought: dict[str, list[bytes]] = {}
         for tier in self._tiers:
-            held = self._lookup.may_hold(tier, keys)
-            wanted = [i for i, here in enumerate(held) if here and not ok[i]]
+            listing, held = tier.listing, self._lookup.holds(tier, keys)
+            absent = () if self._lookup.may_lag(tier) else (False,)
+            wanted = [i for i, here in enumerate(held) if here not in absent and not ok[i]]
             if time.monotonic() < until_s:
-                for i in self._in_place.load(tier, wanted, keys, pages, until_s):
+                listed = [i for i in wanted if held[i]]
+                asked = tier, listing, listed, keys, pages, sizes, until_s
+                for i in self._in_place.load(*asked):
                     ok[i] = True
                 left = deque(i for i in wanted if not ok[i])
                 self._load_from(tier, left, keys, pages, sizes, ok, until_s)

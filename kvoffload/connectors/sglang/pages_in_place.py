@@ -10,7 +10,6 @@ from typing import Any
 
 from kvoffload import registry
 from kvoffload.backends.log_rate import Throttle
-from kvoffload.connectors.sglang.page_lookup import PageLookup
 from kvoffload.io.client import IOClient
 from kvoffload.io.remote_tier import RemoteTier
 
@@ -25,11 +24,10 @@ class PagesInPlace:
 
     Args:
         client: of the I/O server that has the tiers open.
-        lookup: knows what they have.
     """
 
-    def __init__(self, client: IOClient, lookup: PageLookup) -> None:
-        self._client, self._lookup = client, lookup
+    def __init__(self, client: IOClient) -> None:
+        self._client = client
         self._types = {tier.name: tier.type for tier in client.opening.tiers}
         self._readers: dict[str, tuple[dict[str, Any], Any]] = {}
         """Tier → the last one, and what it was made with."""
@@ -38,17 +36,19 @@ class PagesInPlace:
     def load(
         self,
         tier: RemoteTier,
-        wanted: Sequence[int],
+        listing: int,
+        places: Sequence[int],
         keys: Sequence[bytes],
         pages: Sequence[Page],
+        sizes: Sequence[int],
         until_s: float,
     ) -> list[int]:
-        """Load wanted pages of a call, by their places in it; return those that are loaded."""
-        listing = tier.listing  # first: see :meth:`RemoteTier.reset`
-        if not (facts := tier.in_place):
+        """Load pages of a call that a listing of the tier had; return those that are loaded.
+
+        ``places``: in the call. ``sizes``: of all its pages.
+        """
+        if not (facts := tier.in_place):  # after the number: see :meth:`RemoteTier.reset`
             return []
-        held = self._lookup.holds(tier, [keys[i] for i in wanted])
-        places = [i for i, is_held in zip(wanted, held, strict=True) if is_held]
         asked = [keys[i] for i in places], [pages[i] for i in places], until_s
         begun_s = time.monotonic()
         try:
@@ -59,8 +59,7 @@ class PagesInPlace:
         if not loaded:
             return []
         seconds = time.monotonic() - begun_s
-        num_bytes = sum(size for i in loaded for _, size in pages[i])
-        used = [keys[i] for i in loaded]
+        num_bytes, used = sum(sizes[i] for i in loaded), [keys[i] for i in loaded]
         return loaded if self._client.has_read(tier, listing, used, num_bytes, seconds) else []
 
     def _reader_of(self, tier: RemoteTier, facts: dict[str, Any]) -> Any:

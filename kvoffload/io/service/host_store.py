@@ -15,7 +15,7 @@ from kvoffload.backends.base import (
 )
 from kvoffload.backends.changes import ChangedKeys
 from kvoffload.backends.frames import Frames
-from kvoffload.backends.header import check_chunk, namespace_digest
+from kvoffload.backends.header import check_sum, checksum, namespace_digest
 from kvoffload.backends.threaded import ThreadPoolBackend
 from kvoffload.io.service.host_memory import HostMemory
 
@@ -55,16 +55,13 @@ class HostStore(ThreadPoolBackend, LocalIndex, Spares):
         if digest is None:
             self.count("read_missing")
             return ReadResult.MISSING
-        found = self._checked(key, header, into, digest)
+        found = self._checked(key, header, into.nbytes, digest)
         if found is ReadResult.CORRUPT:
             self.delete(key)
         return found
 
-    def _checked(
-        self, key: bytes, header: memoryview, payload: memoryview, digest: bytes = b""
-    ) -> ReadResult:
-        reason = check_chunk(header, payload, key, self._digest, digest)
-        return self._frames.result(reason)
+    def _checked(self, key: bytes, header: memoryview, size: int, digest: bytes) -> ReadResult:
+        return self._frames.result(check_sum(header, size, digest, key, self._digest))
 
     def store(self, key: bytes, chunk: memoryview, tenant: bytes = b"") -> Written:
         header, _ = self._frames.pack(key, chunk, tenant)
@@ -133,7 +130,7 @@ class HostStore(ThreadPoolBackend, LocalIndex, Spares):
             key = keys[i]
 
             def is_good(header: memoryview, there: memoryview) -> bool:
-                return bool(self._checked(key, header, there))
+                return bool(self._checked(key, header, there.nbytes, checksum(there)))
 
             if not (is_whole := self._memory.verify(self._number + key, sizes[i], is_good)):
                 self.delete(key)
