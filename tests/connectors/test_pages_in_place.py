@@ -24,7 +24,7 @@ from kvoffload.io.remote_tier import RemoteTier
 from kvoffload.io.service.shared_stores import StoreView
 from tests.support.disk_chunks import stored_in
 from tests.support.host_pages import PAGE, Pool, disk
-from tests.support.hung_mount import hung_mount
+from tests.support.hung_mount import bind_mount, hung_mount
 
 LATER_S = 1e9
 
@@ -546,6 +546,18 @@ def test_no_link_is_followed(pool, opened, stored, tmp_path):
     os.rename(shard, aside)
     shard.symlink_to(aside)
     assert 0 not in read(reader_of(store), pool)
+
+
+@pytest.mark.parametrize("part", ["namespace", "shard", "file"])
+def test_a_mount_below_the_root_is_not_entered(pool, opened, stored, tmp_path, part):
+    """The call that opens a file keeps the GIL, and the server of such a mount might hang in it."""
+    reader = reader_of(stored(opened(disk(tmp_path / "kv"))))
+    chunk, *_ = stored_in(tmp_path / "kv")
+    place = {"file": chunk.path, "shard": chunk.path.parent, "namespace": chunk.path.parent.parent}
+    assert read(reader, pool) == [*range(8)]
+    with bind_mount(place[part]):
+        assert 0 not in read(reader, pool)
+    assert read(reader, pool) == [*range(8)]
 
 
 def test_a_forked_child_reads_nothing(pool, opened, stored, tmp_path):

@@ -1,4 +1,4 @@
-"""Mounts that hang: of a server that has stopped, and of a frozen disk; both need root."""
+"""Mounts, which need root: of a server that has stopped, of a frozen disk, and of the same."""
 
 import contextlib
 import ctypes
@@ -34,6 +34,17 @@ def hung_mount(path):
             _libc.umount2(os.fsencode(path), 2)  # MNT_DETACH: it waits for nothing
     finally:
         os.close(server)  # calls that wait fail
+
+
+@contextlib.contextmanager
+def bind_mount(path):
+    """Mount what is at a place over it."""
+    if not _is_done(["mount", "--bind", path, path]):
+        pytest.skip("needs root")
+    try:
+        yield
+    finally:
+        _is_done(["umount", "-l", path])
 
 
 @contextlib.contextmanager

@@ -12,7 +12,8 @@ _CACHESTAT = 451
 """Number of the system call on all processors, since Linux 6.5."""
 _OPENAT2 = 437
 """Likewise, since Linux 5.6."""
-_NO_SYMLINKS, _BENEATH, _CACHED = 0x04, 0x08, 0x20  # RESOLVE_*, the last since Linux 5.12
+# RESOLVE_*, the last since Linux 5.12
+_NO_MOUNTS, _NO_SYMLINKS, _BENEATH, _CACHED = 0x01, 0x04, 0x08, 0x20
 _AT_CWD = -100
 _EMPTY_PATH, _DONT_SYNC = 0x1000, 0x4000  # AT_*
 _INODE = 0x100  # STATX_INO
@@ -47,7 +48,8 @@ def open_cached(name: bytes, flags: int, folder_fd: int | None = None) -> int:
     """Open a file whose names the kernel has in memory; does no I/O.
 
     Args:
-        name: a whole path. With a folder, a path in it without any symbolic link.
+        name: a whole path. With a folder, a path in it without any symbolic link or mount. The
+            server of another file system might hang in this call, which keeps the GIL.
         flags: of open(2).
         folder_fd: of an open folder.
 
@@ -57,7 +59,7 @@ def open_cached(name: bytes, flags: int, folder_fd: int | None = None) -> int:
     """
     if not hasattr(os, "RWF_NOWAIT"):  # only Linux has it, and the number means another call
         raise OSError(errno.ENOTSUP, os.strerror(errno.ENOTSUP))
-    resolve = _CACHED if folder_fd is None else _CACHED | _BENEATH | _NO_SYMLINKS
+    resolve = _CACHED if folder_fd is None else _CACHED | _BENEATH | _NO_SYMLINKS | _NO_MOUNTS
     how = _how(flags | os.O_CLOEXEC | os.O_NOFOLLOW, 0, resolve)
     at = _AT_CWD if folder_fd is None else folder_fd
     if (fd := _quick.syscall(_OPENAT2, at, name, how, len(how))) < 0:
