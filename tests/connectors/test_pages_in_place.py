@@ -407,6 +407,22 @@ def test_a_tier_that_is_opened_again_has_no_reader_before_its_listing_counts():
     assert tier.in_place == seen[-1] == {}
 
 
+@pytest.mark.parametrize("call", ["open_cached", "read_cached"])
+def test_a_kernel_that_would_wait_once_has_the_calls(
+    pool, opened, stored, sent, tmp_path, monkeypatch, call
+):
+    def would_wait(*args):
+        raise BlockingIOError(errno.EAGAIN, "it would wait")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Vfs, call, staticmethod(would_wait))
+        store = opened(disk(tmp_path))
+    stored(store)
+    messages = sent(store)
+    assert store.load(keys(8), pool.pages(range(20, 28))) == [True] * 8
+    assert of(messages, Load) == []
+
+
 @pytest.mark.parametrize(
     ("call", "number"),
     [
