@@ -111,19 +111,18 @@ class SharedStores:
         try:
             if opening:
                 await asyncio.wait(opening, timeout=PATIENT_S)
+            late = []
+            for tier, task in zip(backends, opening, strict=True):
+                if task.done() and not task.exception():
+                    layers[tier.name] = task.result()
+                else:
+                    late.append((tier, task))
+            late_have_index = all(_has_index(tier) for tier, _ in late)
+            store = layered(layers, late_have_index=late_have_index)
         except BaseException:
-            for task in opening:
-                task.cancel()
+            await _end_opening(opening)
             await memory.close()
             raise
-        late = []
-        for tier, task in zip(backends, opening, strict=True):
-            if task.done() and not task.exception():
-                layers[tier.name] = task.result()
-            else:
-                late.append((tier, task))
-        late_have_index = all(_has_index(tier) for tier, _ in late)
-        store = layered(layers, late_have_index=late_have_index)
         shared = SharedStore(store, memory, lambda: self._close_unused(namespace))
         names = [MEMORY, *(each.name for each in backends)]
         for tier, task in late:
@@ -145,6 +144,9 @@ class SharedStores:
             try:
                 layer = await opening
                 break
+            except asyncio.CancelledError:
+                await _end_opening([opening])
+                raise
             except Exception as error:  # also one that has no thread for it
                 log.error("%s cannot be opened yet: %s", tier.name, error)
             await asyncio.sleep(pause_s)
@@ -152,7 +154,7 @@ class SharedStores:
             opening = asyncio.create_task(open_tier(tier, namespace))
         if not await shared.add(tier.name, layer, order):
             log.error("%s lists no chunks and came late: restart the server", tier.name)
-            await layer.close()
+            await close_stores([OpenStore(tier.name, layer)], CLOSE_S)
 
     def _close_unused(self, namespace: str) -> None:
         """Close the store of a namespace if no session uses it or waits for it."""
@@ -220,6 +222,15 @@ def _used(store: Layers) -> dict[tuple[str, str], int]:
             if usage.capacity_bytes is not None:
                 used[CAPACITY_BYTES, name] = usage.capacity_bytes
     return used
+
+
+async def _end_opening(opening: Sequence["asyncio.Task[Backend]"]) -> None:
+    """Open none of these backends any more, and close those that have opened meanwhile."""
+    for task in opening:
+        task.cancel()
+    ended = await asyncio.gather(*opening, return_exceptions=True)
+    layers = [each for each in ended if not isinstance(each, BaseException)]
+    await close_stores([OpenStore("a backend", layer) for layer in layers], CLOSE_S)
 
 
 def _has_index(tier: TierSettings) -> bool:

@@ -4,11 +4,13 @@ import asyncio
 import gc
 import math
 import random
+import threading
 import tracemalloc
 
 import pytest
 
 from kvoffload.backends.admin import Garbage
+from kvoffload.errors import ConfigError
 from kvoffload.io.protocol import TierSettings
 from kvoffload.io.service import shared_stores
 from kvoffload.io.service.host_memory import BLOCK, HostMemory
@@ -335,6 +337,34 @@ async def test_a_session_that_ends_while_its_store_opens_leaves_nothing_open():
             await opening_it
     await asyncio.sleep(0.01)
     assert not stores._shared
+    await stores.close()
+
+
+async def test_a_backend_that_has_opened_as_its_last_session_ends_is_closed(tmp_path, monkeypatch):
+    monkeypatch.setattr(shared_stores, "PATIENT_S", 0.0)
+    disk = TierSettings("disk", "disk", {"root": str(tmp_path / "kv"), "min_free": 0}, "")
+    stores = new_stores(4, disk)
+    view = await opened(stores)
+    (opening_it,) = (t for t in asyncio.all_tasks() if t.get_coro().__name__ == "open_tier")
+    while not opening_it.done():  # noqa: ASYNC110 - what waits for it has its turn after this
+        await asyncio.sleep(0)
+    assert not view._shared.late["disk"].done()
+    await stores._close(OPEN.namespace, view._shared)  # as once the last session has ended
+    await view.close()
+    await stores.close()
+    assert opening_it.result().is_closed
+
+
+async def test_a_store_that_cannot_be_made_of_its_backends_leaves_none_open(tmp_path):
+    before = threading.enumerate()
+    disk = TierSettings("disk", "disk", {"root": str(tmp_path / "kv"), "min_free": 0}, "")
+    stores = new_stores(4, disk, TierSettings("other", "no such type", {}, "backends[1]."))
+    with pytest.raises(ConfigError, match="no such type"):
+        await opened(stores)
+    new = [each for each in threading.enumerate() if each not in before]
+    for thread in new:
+        thread.join(60)
+    assert not any(thread.is_alive() for thread in new)
     await stores.close()
 
 
