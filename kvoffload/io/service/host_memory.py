@@ -157,8 +157,11 @@ class HostMemory:
 
     def names_of(self, namespace: str) -> list[Name]:
         """Return the names of the chunks of a namespace."""
-        number = self.number_of(namespace)
         with self._lock:
+            known = self._numbers.get(namespace_digest(namespace))
+            if known is None:  # an engine may name any, and none of these may be kept
+                return []
+            number = known.to_bytes(_NUMBER, "big")
             return [number + key for part in self._parts(number).values() for key in part]
 
     def bytes_of(self, namespace: str) -> int | None:

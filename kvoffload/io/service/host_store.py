@@ -116,7 +116,7 @@ class HostStore(ThreadPoolBackend, LocalIndex, Spares):
         removed, memory = 0, self._memory
         for namespace in namespaces:
             names = memory.names_of(namespace)
-            for start in range(0, len(names), REMOVED_AT_ONCE):
+            for start in range(0, len(names) or 1, REMOVED_AT_ONCE):
                 removed += memory.drop(names[start : start + REMOVED_AT_ONCE])
                 await asyncio.sleep(0)
         return removed

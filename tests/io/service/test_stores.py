@@ -285,3 +285,21 @@ async def test_while_a_namespace_is_removed_other_work_has_turns(monkeypatch):
     assert removed == 40
     assert max(a - b for a, b in pairwise([40, *left])) == 4
     await store.close()
+
+
+async def test_while_namespaces_that_have_no_chunks_are_removed_other_work_has_turns():
+    """An engine may name as many as a message takes: a million."""
+    memory, turns = new_memory(), []
+    store = HostStore(memory, "n")
+
+    async def look():
+        while True:
+            turns.append(len(memory._numbers))
+            await asyncio.sleep(0)
+
+    looking = asyncio.create_task(look())
+    assert await store.purge([f"none {i}" for i in range(1000)]) == 0
+    looking.cancel()
+    assert len(turns) >= 1000
+    assert set(turns) == {1}, "none of them is kept"
+    await store.close()
