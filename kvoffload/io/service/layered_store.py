@@ -190,12 +190,18 @@ class Layers(Observable, ReadsEach, Spares):
         return removed
 
     def spare(self, keys: Collection[bytes]) -> None:
-        for layer in self._sparing:
-            layer.spare(keys)
+        self._hint(lambda layer: layer.spare(keys))
 
     def expect(self, returns: Sequence[ToldReturn], share: float) -> None:
+        self._hint(lambda layer: layer.expect(returns, share))
+
+    def _hint(self, tell: Callable[[Spares], None]) -> None:
+        """Tell each layer, whatever a plug-in's does: the end of a session must not fail here."""
         for layer in self._sparing:
-            layer.expect(returns, share)
+            try:
+                tell(layer)
+            except Exception as error:
+                _failures.warning("a layer takes no hint: %r", error)
 
     # ---- figures ----
 

@@ -205,6 +205,25 @@ async def test_what_the_queues_of_all_engines_need_leaves_last():
     await stores.close()
 
 
+async def test_a_store_ends_with_its_last_view_though_a_plug_in_takes_no_hint(caplog):
+    class PlugIn(HostStore):
+        def spare(self, keys):
+            raise RuntimeError("no such thing")
+
+    ended = []
+    memory = HostStore(HostMemory(4 * CHUNK_BYTES, LRUPolicy), "n")
+    plug_in = PlugIn(HostMemory(4 * CHUNK_BYTES, LRUPolicy), "n")
+    store = layered({"plug-in": plug_in, "memory": memory})
+    view = SharedStore(store, memory, lambda: ended.append(True)).new_view()
+    view.spare(keys_of(1))
+    assert memory._memory._spared, "the next layer has learned of it"
+    await view.close()
+    assert ended
+    assert not memory._memory._spared
+    assert "no such thing" in caplog.text
+    await store.close()
+
+
 async def test_the_disk_below_learns_when_the_sessions_of_an_engine_return(tmp_path):
     on_disk = CHUNK_BYTES + 2 * 4096
     room = {"capacity": 8 * on_disk, "high_watermark": 1.0, "min_free": 0}
