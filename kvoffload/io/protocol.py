@@ -12,7 +12,7 @@ from typing import Annotated, Any, get_args
 import msgspec
 from msgspec.structs import replace
 
-from kvoffload.policies.told_return import ToldReturn
+from kvoffload.policies.told_return import Key, ToldReturn
 
 VERSION = 16
 HAD = 2
@@ -102,7 +102,7 @@ class _Order(_Message):
     job: int
     """Its number; 0 until the client begins it."""
     tier: str
-    keys: list[bytes]
+    keys: list[Key]
     slots: list[int]
     sizes: int | list[int]
     """Bytes of each chunk; one number if all are equal."""
@@ -149,28 +149,28 @@ class Ask(_Message):
     """Ask a store without an index for chunks; ``Present`` answers."""
 
     tier: str
-    keys: list[bytes]
+    keys: list[Key]
 
 
 class Forget(_Message):
     """Let an index answer False for chunks whose load failed; ``Forgotten`` answers."""
 
     tier: str
-    keys: list[bytes]
+    keys: list[Key]
 
 
 class Used(_Message):
     """Tell a store of chunks that the engine has read in place; nothing answers."""
 
     tier: str
-    keys: list[bytes]
+    keys: list[Key]
 
 
 class Remove(_Message):
     """Remove chunks from a store; nothing answers."""
 
     tier: str
-    keys: list[bytes]
+    keys: list[Key]
 
 
 class Await(_Message):
@@ -178,7 +178,7 @@ class Await(_Message):
 
     request: int
     """Its number."""
-    keys: list[bytes]
+    keys: list[Key]
     """Empty: it waits no more."""
 
 

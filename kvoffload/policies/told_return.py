@@ -9,13 +9,16 @@ from msgspec import Meta
 
 from kvoffload.policies.return_order import ExpectedReturns
 
+Key = Annotated[bytes, Meta(max_length=4096)]
+"""No store takes one so long. A server bounds what it keeps of an engine by the number of keys."""
+
 
 class ToldReturn(NamedTuple):
     """A claim that was made, or that has ended."""
 
-    claim: bytes
+    claim: Key
     """The claimant's name; see :meth:`ExpectedReturns.expect`."""
-    keys: Sequence[bytes]
+    keys: Sequence[Key]
     """The chunks of the request's prompt, head first."""
     in_s: Annotated[float, Meta(ge=0)] | None
     """In how many seconds its session needs them again; None: it says nothing."""

@@ -8,12 +8,17 @@ from hypothesis import strategies as st
 from kvoffload.io.protocol import (
     Answered,
     Arrived,
+    Ask,
+    Await,
     Cancel,
+    Expect,
     Load,
     MessageReader,
     PresenceChanges,
+    Store,
     frame,
 )
+from kvoffload.policies.told_return import ToldReturn
 
 MESSAGES = [
     Arrived(1, list(range(300))),
@@ -57,6 +62,27 @@ def test_sizes_are_one_number_or_one_for_each_chunk():
             frame(Load(1, "t", [b"a", b"b"], [0, 1], sizes))
         )
         assert load.sizes == sizes
+
+
+LONG = b"k" * 5000
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        Load(1, "t", [LONG], [0], 1),
+        Store(1, "t", [LONG], [0], 1),
+        Ask("t", [LONG]),
+        Await(1, [LONG]),
+        Expect([ToldReturn(b"claim", [LONG], 5.0, 0)]),
+        Expect([ToldReturn(LONG, [], 5.0, 0)]),
+    ],
+    ids=["load", "store", "ask", "await", "expect", "claim"],
+)
+def test_a_key_that_would_take_much_memory_is_none(message):
+    """A server bounds what it keeps of an engine by the number of keys."""
+    with pytest.raises(msgspec.ValidationError, match="length <= 4096"):
+        list(MessageReader(to_server=True).feed(frame(message)))
 
 
 def test_a_message_that_is_too_long_to_be_one_is_refused_at_once():
