@@ -177,7 +177,8 @@ class EarlyReads:
         )
         self._kept_bytes[tier.name] += num_bytes
         self._promises.keeps_early(tier.name, num_bytes)
-        self._jobs.begin(job)
+        self._jobs[job.id] = job
+        self._jobs.begun.append(job)
 
     def ended(
         self, job: EarlyRead, ok: Sequence[bool], settled: bool, arrived: Collection[OffloadKey]

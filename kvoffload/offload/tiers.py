@@ -188,7 +188,8 @@ class WriteThrough:
             transfer = WriteJob(
                 job_id, target.keys, source, (source, target), name, tier, num_bytes
             )
-            self._jobs.begin(transfer)
+            self._jobs[job_id] = transfer
+            self._jobs.begun.append(transfer)
 
     def _drop(self, tier: Tier, keys: Sequence[OffloadKey]) -> None:
         for key in keys:

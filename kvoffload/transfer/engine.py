@@ -77,10 +77,6 @@ class EngineJob(Listener):
     """Where a copy between the KV cache and host memory counts."""
     lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def done(self) -> bool:
-        """Whether the answer is ready."""
-        return self.io_done.is_set() and all(fence.done() for fence, _ in self.fences)
-
     def wait(self) -> None:
         """Block until the answer is ready."""
         self.io_done.wait()
@@ -210,7 +206,11 @@ class TransferEngine(OffloadingHandler):
     def get_finished(self) -> list[TransferResult]:
         if not self._jobs:
             return []
-        done = [job for job in self._jobs.values() if job.done()]
+        done = [
+            job
+            for job in self._jobs.values()
+            if job.io_done.is_set() and all(fence.done() for fence, _ in job.fences)
+        ]
         results = [self._jobs.pop(job.job_id).result() for job in done]
         for job, result in zip(done, results, strict=True):
             good = result.ok.count(True)
@@ -245,19 +245,19 @@ class TransferEngine(OffloadingHandler):
         moves = gpu if isinstance(gpu, Moves) else self._layout.moves(gpu, host.block_ids)
         check_moves(moves, to_host, self._layout, self._slab)
         fetches = () if to_host else host.fetches
-        ok, num_bytes = [not fetches] * len(moves), self._layout.bytes_of(moves)
-        job = EngineJob(job_id, ok, self._settled.append, num_bytes)
+        count, num_bytes = len(moves), self._layout.bytes_of(moves)
+        job = EngineJob(job_id, [not fetches] * count, self._settled.append, num_bytes)
         job.traffic = self._stores if to_host else self._loads
         # The forward pass may still use these blocks: the copies wait for this fence.
         after = self._copier.record_fence()
         if not fetches:
-            job.fences.append((self._copier.launch(moves, to_host, after), range(len(moves))))
+            job.fences.append((self._copier.launch(moves, to_host, after), range(count)))
             return job
         if self._io is None:
             raise ValueError("there are no tiers")
         parts = job, fetches, moves, self._layout, self._io, self._copier, after
         load = TierLoad(*parts, self._borrows)
-        if here := sorted({*range(len(moves))}.difference(*[each.positions for each in fetches])):
+        if here := sorted({*range(count)}.difference(*[each.positions for each in fetches])):
             job.copied(self._copier.launch(moves.take(here), to_host, after), here)
         job.parts_left, job.io_done = len(load.parts), threading.Event()
         for part in load.first:

@@ -9,9 +9,9 @@ from kvoffload.connectors.local.chunking import (
     ChunkGroups,
     Piece,
     Span,
+    cut_load,
     cut_store,
     kinds_of_groups,
-    load_end,
     to_load,
     to_store,
 )
@@ -27,6 +27,7 @@ from kvoffload.messages import (
     CanonicalKVCacheRef,
     CanonicalKVCaches,
     CanonicalKVCacheTensor,
+    GPULoadStoreSpec,
     get_offload_group_idx,
     make_offload_key,
 )
@@ -309,12 +310,13 @@ def test_a_load_has_the_blocks_of_its_first_chunks(num_chunks, sizes, blocks):
     ranges = {0: range(3, 8), 2: range(4, 6), 3: range(0, 3)}
     spans = [Span(groups.all[i], each, groups.all[i].chunks(each)) for i, each in ranges.items()]
     numbers = [[10 * (i + 1) + block for block in of_group] for i, of_group in ranges.items()]
-    end = load_end(groups, spans, numbers, num_chunks)
-    assert (end.group_sizes, end.block_ids.tolist()) == (sizes, blocks)
-    assert end.block_indices[0] == 3
+    slots = np.arange(20, 20 + num_chunks)
+    moves = cut_load(spans, numbers, slots)
+    assert moves.block_ids.tolist() == blocks
     tensor = CanonicalKVCacheTensor(torch.zeros(64, BLOCK, dtype=torch.int8), BLOCK)
     caches = CanonicalKVCaches((tensor,), ((CanonicalKVCacheRef(0, BLOCK),),) * 4)
-    assert len(ChunkLayout(caches, 2).moves(end)) == num_chunks
+    same = ChunkLayout(caches, 2).moves(GPULoadStoreSpec(blocks, sizes, (3, 0, 4, 0)), slots)
+    assert moves.chunks.tolist() == same.chunks.tolist()
 
 
 # ---- orders --------------------------------------------------------------------------------------

@@ -21,7 +21,6 @@ from kvoffload.identity import LABEL, Fact
 from kvoffload.messages import (
     BlockIds,
     CanonicalKVCaches,
-    GPULoadStoreSpec,
     OffloadKey,
     make_offload_key,
 )
@@ -122,8 +121,10 @@ class ChunkGroup:
 
         What the group reads of the tokens before ``start`` is in GPU memory.
         """
-        first = self.kind.first_needed(end)
-        return range(max(first, start // self.block_size), end // self.block_size)
+        first = start // self.block_size
+        if not self.reads_all:
+            first = max(first, self.kind.first_needed(end))
+        return range(first, end // self.block_size)
 
     def chunks(self, blocks: range) -> range:
         """Return the chunks that these blocks are in."""
@@ -320,26 +321,29 @@ def cut_store(
     return Moves(chunks, np.array(blocks, np.int32))
 
 
-def load_end(
-    groups: ChunkGroups, spans: Sequence[Span], numbers: Sequence[list[int]], num_chunks: int
-) -> GPULoadStoreSpec:
-    """Name the GPU blocks of the first chunks of a load.
+def cut_load(spans: Sequence[Span], numbers: Sequence[list[int]], host_slots: BlockIds) -> Moves:
+    """Name the GPU blocks of the first chunks of a load, each chunk with its host slot.
 
     Args:
-        groups: of the cache.
         spans: all that is to be loaded, by group.
         numbers: of the blocks of each span.
-        num_chunks: how many of their chunks are loaded.
+        host_slots: of the chunks that are loaded.
     """
-    sizes, firsts = [0] * len(groups.all), [0] * len(groups.all)
+    moves = np.empty((5, len(host_slots)), np.int64)
+    moves[0] = host_slots
     blocks: list[int] = []
+    at = 0
     for (group, span, chunks), of_span in zip(spans, numbers, strict=True):
-        last = chunks[:num_chunks].stop
-        num_chunks -= last - chunks.start
-        part = of_span[: max(0, last * group.per_chunk - span.start)]
-        sizes[group.index], firsts[group.index] = len(part), span.start
-        blocks += part
-    return GPULoadStoreSpec(blocks, sizes, firsts)
+        some, per = chunks[: len(host_slots) - at], group.per_chunk
+        starts = np.arange(some.start, some.stop) * per
+        # The first chunk may begin within, and the last one end within.
+        firsts, ends = starts.clip(span.start), (starts + per).clip(max=span.stop)
+        places = firsts - span.start + len(blocks)
+        moves[1, at : at + len(some)] = group.index
+        moves[2:, at : at + len(some)] = firsts - starts, places, ends - firsts
+        blocks += of_span[: max(0, some.stop * per - span.start)]
+        at += len(some)
+    return Moves(moves, np.array(blocks, np.int32))
 
 
 def layout_facts(

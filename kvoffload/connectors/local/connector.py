@@ -40,9 +40,9 @@ from kvoffload.connectors.local.chunking import (
     ChunkGroups,
     check_facts,
     choose_blocks_per_chunk,
+    cut_load,
     kinds_of_groups,
     layout_facts,
-    load_end,
     to_load,
     to_store,
 )
@@ -273,7 +273,7 @@ class LocalConnector:
             if not job.keys:
                 self._transfers.refuse(state)
                 return
-            target = load_end(self._groups, spans, blocks, len(job.keys))
+            target = cut_load(spans, blocks, job.spec.block_ids)
             self._transfers.begin_load(job, LoadRange(state, state.start, end, spans), target)
         finally:
             self._manager.request_admitted(state.context)

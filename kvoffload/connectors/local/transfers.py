@@ -7,9 +7,9 @@ from kvoffload.connectors.jobs import JobTable
 from kvoffload.connectors.local.chunking import BlockTables, ChunkGroups, Piece, Span, cut_store
 from kvoffload.connectors.local.request_states import LoadBackoff, RequestState
 from kvoffload.connectors.spans import Spans
-from kvoffload.messages import GPULoadStoreSpec
 from kvoffload.offload.base import Job, LoadJob, Manager
 from kvoffload.transfer.engine import TransferEngine
+from kvoffload.transfer.layout import Moves
 
 
 @dataclass(frozen=True)
@@ -78,14 +78,14 @@ class Transfers:
         self.jobs.begin(job.id, job)
         self._worker.submit(job.id, (moves, job.spec), len(job.keys))
 
-    def begin_load(self, job: LoadJob, load: LoadRange, target: GPULoadStoreSpec) -> None:
+    def begin_load(self, job: LoadJob, load: LoadRange, moves: Moves) -> None:
         """Submit a load into blocks that an earlier store may still read."""
-        job.blocks, job.waiter = target.block_ids.tolist(), load
+        job.blocks, job.waiter = moves.block_ids.tolist(), load
         # A store of the blocks' last owner that still reads them would store what is loaded.
         self.wait_for_blocks(job.blocks)
         load.state.loads.add(job)
         self.jobs.begin(job.id, job)
-        self._worker.submit(job.id, (job.spec, target), len(job.keys))
+        self._worker.submit(job.id, (job.spec, moves), len(job.keys))
 
     def wait_for_blocks(self, block_ids: Iterable[int]) -> None:
         """Block until no transfer uses these GPU blocks."""
