@@ -46,7 +46,8 @@ class ChunkJobs:
         self._send = send
         self._before_answer, self._moved = before_answer, moved
         self._loop = asyncio.get_running_loop()
-        self._calls: dict[int, list[asyncio.Task[str]]] = {}
+        self.calls: dict[int, list[asyncio.Task[str]]] = {}
+        """Job in flight → its calls."""
         self.loans = Loans(send)
         """Chunks that the engine reads in the server's memory."""
         self._arrived: deque[tuple[int, bytearray, int]] = deque()
@@ -55,12 +56,6 @@ class ChunkJobs:
         """Whether the loop looks soon for what has arrived."""
         self._untold: dict[int, list[int]] = {}
         """Job → chunks that the engine is told of next."""
-
-    def __len__(self) -> int:
-        return len(self._calls)
-
-    def __contains__(self, job: int) -> bool:
-        return job in self._calls
 
     def begin(
         self, order: Load | Store, store: OpenStore | None
@@ -80,7 +75,7 @@ class ChunkJobs:
                 calls.append(self._read(order, store, ok, part))
         may_store = isinstance(order, Store) or (store is not None and store.copies)
         name = order.tier if may_store else ""
-        self._calls[order.job] = [self._loop.create_task(call, name=name) for call in calls]
+        self.calls[order.job] = [self._loop.create_task(call, name=name) for call in calls]
         return self._answer(order, store, ok, begun_s)
 
     def _are_lent(self, order: Load, store: OpenStore | None, ok: bytearray) -> bool:
@@ -98,12 +93,12 @@ class ChunkJobs:
 
     def cancel(self, job: int) -> None:
         """Cancel the calls of a job; it is answered when they have ended."""
-        for task in self._calls.get(job, ()):
+        for task in self.calls.get(job, ()):
             task.cancel()
 
     def cancel_all(self) -> "list[asyncio.Task[str]]":
         """Cancel all calls; return them. The name of one that may store is its tier."""
-        calls = list(chain.from_iterable(self._calls.values()))
+        calls = list(chain.from_iterable(self.calls.values()))
         for call in calls:
             call.cancel()
         return calls
@@ -112,10 +107,10 @@ class ChunkJobs:
         self, order: Load | Store, store: OpenStore | None, ok: bytearray, begun_s: float
     ) -> None:
         """Wait until nothing touches a job's slots any more; then answer it."""
-        calls = self._calls[order.job]
+        calls = self.calls[order.job]
         for call in calls:  # also when the loop ends, and cancels all its tasks
             await undisturbed(call)
-        del self._calls[order.job]
+        del self.calls[order.job]
         self._untold.pop(order.job, None)
         reasons = ["cancelled" if call.cancelled() else call.result() for call in calls]
         reason = next((why for why in reasons if why), "" if store else "no_store")
@@ -203,7 +198,7 @@ class ChunkJobs:
             job, ok, i = self._arrived.popleft()
             if not ok[i]:
                 ok[i] = 1
-                if job in self._calls:
+                if job in self.calls:
                     self._untold.setdefault(job, []).append(i)
 
     def _tell_arrivals(self) -> None:

@@ -151,7 +151,14 @@ class OpenStore:
         if store is None:
             return None
         try:
-            now = _figures(self.name, store)
+            resident, capacity, chunks, gauges = store.usage()
+            usage = (
+                None if resident is None else _number(resident),
+                None if capacity is None else _number(capacity),
+                None if chunks is None else _number(chunks),
+                _numbers(gauges),
+            )
+            now = Figures(self.name, usage, _numbers(store.counters()))
         except Exception as error:
             self._failed("usage and counters", error)
             return None
@@ -339,20 +346,10 @@ async def _purge(store: OpenStore, namespaces: Sequence[str]) -> str:
     return ""
 
 
-def _figures(name: str, store: Observable) -> Figures:
-    resident, capacity, chunks, gauges = store.usage()
-    usage = (_or_none(resident), _or_none(capacity), _or_none(chunks), _numbers(gauges))
-    return Figures(name, usage, _numbers(store.counters()))
-
-
 def _numbers(named: Mapping[str, Any]) -> dict[str, int]:
     # Not each text of Python is one of Unicode.
     texts = {name: str(name).encode(errors="replace").decode() for name in named}
     return {texts[name]: _number(value) for name, value in named.items()}
-
-
-def _or_none(value: Any) -> int | None:
-    return None if value is None else _number(value)
 
 
 def _number(value: Any) -> int:

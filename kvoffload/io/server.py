@@ -197,7 +197,9 @@ class Session:
 
     def _take(self, message: Any) -> None:
         match message:
-            case Load() | Store() if message.job in self._jobs or message.job in self._waiting:
+            case Load() | Store() if (
+                message.job in self._jobs.calls or message.job in self._waiting
+            ):
                 raise DecodeError(f"job {message.job} is in flight")
             case Load() | Store() | Ask() | Remove() if self._is_over_bound(_cost(message)):
                 self._refuse(message)
@@ -356,7 +358,8 @@ class Session:
         # The engine waits for a first word of each store.
         if store.index is not None:
             self.send(store.changes() or PresenceChanges(store.name, [], [], False))
-        self._tell_figures_of(store)
+        if figures := store.figures():
+            self.send(figures)
         self._spawn_telling(greet(store, wanted.facts))
         if not wanted.number:  # a renewal begins without chunks, as it should
             self._spawn_telling(explain_cold_start(store, wanted))
@@ -388,8 +391,8 @@ class Session:
             for start in range(0, len(held), KEYS_PER_MESSAGE):
                 added = held[start : start + KEYS_PER_MESSAGE]
                 self.send(PresenceChanges(store.name, added, [], False))
-        if not self._jobs:
-            self._tell_figures_of(store)
+        if not self._jobs.calls and (figures := store.figures()):
+            self.send(figures)
 
     async def _ask(self, message: Ask) -> None:
         store = self._stores.get(message.tier)
@@ -425,8 +428,9 @@ class Session:
         late_s = 0.0
         while True:
             if not self._is_clogged:
-                for store in list(self._stores.values()):
-                    self._tell_figures_of(store)
+                for figures in [store.figures() for store in self._stores.values()]:
+                    if figures is not None:
+                        self.send(figures)
                 self.send(Alive(late_s))
             due_s = self.loop.time() + FIGURES_S
             await asyncio.sleep(FIGURES_S)
@@ -446,10 +450,6 @@ class Session:
         for start in range(0, len(removals), KEYS_PER_MESSAGE):
             self.send(Removed(store.name, removals[start : start + KEYS_PER_MESSAGE]))
         return changes is not None and len(changes.added) + len(changes.removed) == KEYS_PER_MESSAGE
-
-    def _tell_figures_of(self, store: OpenStore) -> None:
-        if figures := store.figures():
-            self.send(figures)
 
     # ---- the end ----
 
