@@ -29,8 +29,8 @@ from kvoffload.backends.disk.housekeeper import Housekeeper
 from kvoffload.backends.disk.index import Name, name_of, named
 from kvoffload.backends.disk.namespace_sample import described
 from kvoffload.backends.disk.options import DiskOptions
-from kvoffload.backends.disk.reservation import Reservation
 from kvoffload.backends.disk.scanner import purge
+from kvoffload.backends.disk.space import Reservation
 from kvoffload.backends.disk.store import DiskStore
 from kvoffload.backends.disk.vfs import Vfs
 from kvoffload.backends.header import check_key, is_key, namespace_digest

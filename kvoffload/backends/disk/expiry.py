@@ -44,10 +44,6 @@ class UseTimes:
             self._unwritten.update(used)
         self.seen(used.items())
 
-    def stored(self, name: Name) -> None:
-        """Note a store now; the new file's access time already says so."""
-        self.seen([(name, now_ns())])
-
     def take_unwritten(self) -> dict[Name, int]:
         """Return and clear the uses that access times do not tell yet, in ns since the epoch."""
         with self._lock:

@@ -7,8 +7,8 @@ from collections import deque
 from collections.abc import Callable
 
 from kvoffload.backends.disk.quarantine import QUARANTINE_S
-from kvoffload.backends.disk.reservation import Reservation
 from kvoffload.backends.disk.scanner import Scanner
+from kvoffload.backends.disk.space import Reservation
 from kvoffload.backends.disk.store import DiskStore
 from kvoffload.config import human_bytes
 from kvoffload.identity import short

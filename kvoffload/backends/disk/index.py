@@ -152,12 +152,11 @@ class Index:
             with self._lock:
                 tenants.forget(name for name in names if name not in self._sizes)
 
-    def add(self, name: Name, allocated_bytes: int) -> None:
-        """Add a published chunk as the most recent one, no longer hidden."""
-        self.add_all((name,), allocated_bytes)
+    def add(self, names: Sequence[Name], allocated_bytes: int) -> None:
+        """Add published chunks of one size as the most recent ones, no longer hidden.
 
-    def add_all(self, names: Sequence[Name], allocated_bytes: int) -> None:
-        """Do as :meth:`add` with chunks of one size; if it raises, no new one is known."""
+        If it raises, no new one is known.
+        """
         with self._lock:
             self._hidden.difference_update(names)
             if self._dropped is not None:
@@ -283,7 +282,7 @@ class Index:
     def _expect(self, order: KeptOrder, told: ToldReturn) -> None:
         if self._returns is None:
             self._returns = ReturnOrder(order.normal, self._entries, self._hint_share)
-            order.normal = self._returns
+            order.wrap(self._returns)
         told.apply(self._returns)
 
     def put_back(self, name: Name) -> None:

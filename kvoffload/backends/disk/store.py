@@ -16,6 +16,7 @@ from functools import partial
 
 from kvoffload.backends.base import ReadResult, Removal, WriteResult, Written
 from kvoffload.backends.counted import Counts
+from kvoffload.backends.disk import expiry
 from kvoffload.backends.disk.cache_room import CacheRoom
 from kvoffload.backends.disk.chunk_file import (
     MOST_IN_RUN,
@@ -27,16 +28,14 @@ from kvoffload.backends.disk.chunk_file import (
     reason_of,
 )
 from kvoffload.backends.disk.chunk_forms import Draft, Form
-from kvoffload.backends.disk.expiry import UseTimes
 from kvoffload.backends.disk.files import Files, Seen
 from kvoffload.backends.disk.index import Index, Name, name_of, split_name
 from kvoffload.backends.disk.options import DiskOptions
 from kvoffload.backends.disk.quarantine import Quarantine
-from kvoffload.backends.disk.reservation import Reservation
 from kvoffload.backends.disk.root import RootHandle
 from kvoffload.backends.disk.segments import Segments
 from kvoffload.backends.disk.slots import MOST_RUN_BYTES, SlotDraft, Slots, runs_of
-from kvoffload.backends.disk.space import Room, Space
+from kvoffload.backends.disk.space import Reservation, Room, Space
 from kvoffload.backends.disk.vfs import Vfs
 from kvoffload.backends.header import NOT_DAMAGED, is_key, namespace_digest
 from kvoffload.backends.log_rate import Throttle
@@ -100,7 +99,7 @@ class DiskStore(Counts):
         tenants = TenantShares(options.tenant_share) if options.tenant_share < 1 else None
         capacity_bytes = self.root.limits.capacity_bytes
         self.index = Index(make_policy, capacity_bytes, tenants)
-        self.uses = UseTimes(self.root.limits.ttl_s, self.index.note)
+        self.uses = expiry.UseTimes(self.root.limits.ttl_s, self.index.note)
         self.space = Space(self)
         self.quarantine = Quarantine(self.root)
         self.ready = threading.Event()
@@ -359,9 +358,9 @@ class DiskStore(Counts):
                     self.slots.publish_run(drafts, names)
                 except OSError:
                     return False
-                for name in names if self.uses.expires else ():
-                    self.uses.stored(name)
-                self.index.add_all(names, allocated)
+                now_ns = expiry.now_ns()
+                self.uses.seen((name, now_ns) for name in names)
+                self.index.add(names, allocated)
             except BaseException:
                 for name, draft in zip(names, drafts, strict=True):
                     if self.index.size(name) is not None:
@@ -398,9 +397,9 @@ class DiskStore(Counts):
                     replaced = size or replaced
             except OSError as error:
                 return reason_of(error)
-            self.uses.stored(name)
+            self.uses.seen([(name, expiry.now_ns())])
             try:
-                self.index.add(name, allocated)
+                self.index.add((name,), allocated)
             except BaseException:
                 # Outside the order it could never be evicted: take it back.
                 draft.retract(name)

@@ -24,7 +24,7 @@ def test_a_name_is_a_namespace_number_and_a_key():
 def test_names_are_known_with_their_sizes_from_the_least_recent_on(index):
     assert (len(index), index.has_victims, index.victims(1)) == (0, False, ())
     index.found([(A, 10), (B, 20)])
-    index.add(C, 30)
+    index.add([C], 30)
     assert len(index) == 3
     assert all(name in index for name in (A, B, C))
     assert D not in index
@@ -45,7 +45,7 @@ def test_a_name_that_was_found_again_is_the_most_recent(index):
 
 def test_names_stored_together_are_put_in_the_order_given(index):
     for name in (A, B, C):
-        index.add(name, 10)
+        index.add([name], 10)
     index.reorder([C, B, A, D])
     assert index.sizes() == [(C, 10), (B, 10), (A, 10)]
     assert D not in index
@@ -84,7 +84,7 @@ def test_a_hidden_name_takes_up_space_and_only_a_store_shows_it(index):
     assert (len(index), index.size(A), index.has_victims) == (1, 10, True)
     index.found([(A, 10)])
     assert A not in index
-    index.add(A, 12)
+    index.add([A], 12)
     assert A in index
     assert not index.is_hidden(A)
     index.hide([A])
@@ -103,7 +103,7 @@ def test_a_scan_does_not_find_a_name_dropped_during_it(index):
     index.found([(A, 10), (B, 20)])
     assert A not in index
     assert B in index
-    index.add(A, 10)  # stored once more during the scan
+    index.add([A], 10)  # stored once more during the scan
     assert not index.was_dropped(A)
     index.drop(A)
     index.end_scan()
@@ -131,8 +131,8 @@ def test_a_policy_is_made_for_as_many_chunks_as_fit(first, entries):
         return LRUPolicy(capacity)
 
     index = Index(make, 819200)
-    index.add(A, first)
-    index.add(B, 1)
+    index.add([A], first)
+    index.add([B], 1)
     assert asked == [entries]
 
 
@@ -151,7 +151,7 @@ def test_a_policy_that_refuses_a_name_leaves_it_unknown():
 
     index = Index(Refusing, 1000)
     with pytest.raises(MemoryError):
-        index.add(A, 10)
+        index.add([A], 10)
     assert (A in index, len(index), index.size(A)) == (False, 0, None)
 
 
@@ -169,7 +169,7 @@ def clock(monkeypatch):
 def test_a_chunk_expires_exactly_after_its_time_to_live(clock):
     uses = UseTimes(2.5)
     assert uses.expires
-    uses.stored(A)
+    uses.seen([(A, clock[0])])
     uses.used([B])
     assert uses.take_unwritten() == {B: 10**18}  # a new file has the time of its store
     assert uses.take_unwritten() == {}
@@ -197,7 +197,7 @@ def test_an_earlier_use_does_not_replace_a_later_one(clock):
 def test_without_a_time_to_live_all_is_fresh_and_uses_are_written(clock):
     uses = UseTimes(None)
     assert not uses.expires
-    uses.stored(A)
+    uses.seen([(A, clock[0])])
     uses.used([B])
     uses.seen([(C, 0)])
     clock[0] += 10**18

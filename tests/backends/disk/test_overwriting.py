@@ -17,8 +17,8 @@ from kvoffload.backends.disk.index import name_of
 from kvoffload.backends.disk.inspector import DiskInspector
 from kvoffload.backends.disk.locks import bytes_in_flight
 from kvoffload.backends.disk.paths import QUARANTINE, WRITERS
-from kvoffload.backends.disk.reservation import Reservation
 from kvoffload.backends.disk.scanner import Scanner
+from kvoffload.backends.disk.space import Reservation
 from kvoffload.backends.disk.vfs import Vfs
 from kvoffload.config import ByteSize
 from kvoffload.testing import payload_of

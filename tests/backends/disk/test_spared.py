@@ -140,7 +140,7 @@ def test_no_order_of_calls_loses_a_name_or_evicts_what_is_needed(policy):
         match rng.randrange(10):
             case 0 | 1:
                 for name in some:
-                    index.add(name, 8192)
+                    index.add([name], 8192)
             case 2:
                 index.touch(some)
             case 3:

@@ -73,15 +73,15 @@ async def test_a_chunk_that_is_stored_after_its_session_was_told_counts(full):
 def test_the_share_is_one_of_the_chunks_that_fit_whatever_the_first_was():
     """The policy's capacity is an estimate from the first file, which may be a small one."""
     index = Index(LRUPolicy, 8192 * 1000)
-    index.add(name_of(0, b"small"), 8192)
+    index.add([name_of(0, b"small")], 8192)
     sessions = [[name_of(0, b"%d %d" % (i, j)) for j in range(5)] for i in range(8)]
     for name in (name for names in sessions for name in names):
-        index.add(name, 8192 * 20)
+        index.add([name], 8192 * 20)
     index.expect([told(names[0], names, 1.0) for names in sessions], 0.5)
     for i in range(60):
         (victim,) = index.victims(1)
         index.drop(victim)
-        index.add(name_of(0, b"new %d" % i), 8192 * 20)
+        index.add([name_of(0, b"new %d" % i)], 8192 * 20)
     left = sum(name in index for names in sessions for name in names)
     assert left == 20
 
@@ -96,7 +96,7 @@ def test_told_nothing_of_its_chunks_a_disk_evicts_as_ever(policy):
         for index, gone in zip((plain, other), evicted, strict=True):
             index.touch(some)
             for name in some:
-                index.add(name, 8192)
+                index.add([name], 8192)
             while len(index) > 40:
                 (victim,) = index.victims(1)
                 index.drop(victim)
