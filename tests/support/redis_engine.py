@@ -4,7 +4,7 @@ Payloads are a function of the key, and every byte that is loaded is checked.
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 from kvoffload import open_backend
@@ -26,6 +26,18 @@ async def until(condition: Callable[[], Awaitable[bool]]) -> None:
     async with asyncio.timeout(LIMIT_S):
         while not await condition():  # noqa: ASYNC110 - it happens in another process
             await asyncio.sleep(0.02)
+
+
+async def store(
+    url: str, namespace: str, count: int, facts: Mapping[str, str] | None = None, **options: Any
+) -> None:
+    """Store so many chunks, and the facts of their namespace, as an engine that then ends."""
+    backend = open_backend("redis", {"url": url, **PATIENT, **options}, namespace)
+    if facts:
+        await backend.describe(facts)
+    keys = keys_of(count, namespace)
+    assert all(await backend.write(keys, filled(keys)))
+    await backend.close()
 
 
 class RedisEngine:

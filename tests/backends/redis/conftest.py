@@ -2,6 +2,8 @@
 
 import pytest
 
+from kvoffload import open_backend
+from tests.support.redis_engine import PATIENT
 from tests.support.redis_server import RedisServer, redis_cluster
 
 
@@ -34,6 +36,21 @@ def cluster(session_cluster):
     for server in session_cluster:
         server.cli("flushall")
     return session_cluster
+
+
+@pytest.fixture
+async def opened():
+    """Opens patient tiers on a server, or at a URL, and closes them after the test."""
+    backends = []
+
+    def opened(server, namespace="n", **options):
+        options = {"url": getattr(server, "url", server), **PATIENT, **options}
+        backends.append(open_backend("redis", options, namespace))
+        return backends[-1]
+
+    yield opened
+    for backend in backends:
+        await backend.close()
 
 
 @pytest.fixture

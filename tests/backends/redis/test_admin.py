@@ -8,20 +8,11 @@ from disk_commands import kvoffload
 
 from kvoffload import open_backend
 from kvoffload.backends.admin import COMMANDS
-from kvoffload.testing.backends import CHUNK_BYTES, filled, keys_of
-from tests.support.redis_engine import PATIENT
+from kvoffload.testing.backends import CHUNK_BYTES, keys_of
+from tests.support.redis_engine import PATIENT, store
 from tests.support.redis_server import BINARY, MISSING, RedisServer, free_port
 
 pytestmark = pytest.mark.skipif(BINARY is None, reason=MISSING)
-
-
-async def store(url, namespace, count, facts=None):
-    backend = open_backend("redis", {"url": url, **PATIENT}, namespace)
-    keys = keys_of(count, namespace)
-    if facts:
-        await backend.describe(facts)
-    assert all(await backend.write(keys, filled(keys)))
-    await backend.close()
 
 
 async def test_a_survey_counts_each_namespace_and_a_purge_removes_only_what_it_names(server):

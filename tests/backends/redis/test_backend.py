@@ -9,21 +9,9 @@ import pytest
 
 from kvoffload import open_backend
 from kvoffload.errors import ConfigError
-from kvoffload.testing.backends import (
-    CHUNK_BYTES,
-    filled,
-    keys_of,
-    payload_of,
-    slots,
-)
+from kvoffload.testing.backends import CHUNK_BYTES, filled, keys_of, payload_of, slots
 from tests.support.redis_engine import PATIENT, until
-from tests.support.redis_server import (
-    BINARY,
-    MISSING,
-    RedisServer,
-    free_port,
-    make_certificates,
-)
+from tests.support.redis_server import BINARY, MISSING, RedisServer, free_port, make_certificates
 from tests.support.redis_suite import RedisSuite
 
 pytestmark = pytest.mark.skipif(BINARY is None, reason=MISSING)
@@ -154,12 +142,12 @@ async def test_a_user_with_few_rights_suffices(empty, login, extra):
     assert await stores_and_loads(named | {"url": f"redis://kv@127.0.0.1:{empty.port}"})
 
 
-async def test_a_user_who_may_not_store_still_loads(empty, caplog, login):
+async def test_a_user_who_may_not_store_still_loads(empty, caplog, login, opened):
     assert await stores_and_loads({"url": empty.url})
     empty.cli("acl", "setuser", "kv", "reset", "on", ">p", "~kvoffload:*", "+getex", "+ping")
-    reader = open_backend("redis", {"url": empty.url, **login("kv", "p"), **PATIENT}, "n")
+    reader = opened(empty, **login("kv", "p"))
     keys = keys_of(40)
-    owner = open_backend("redis", {"url": empty.url, **PATIENT}, "n")
+    owner = opened(empty)
     assert all(await owner.write(keys, filled(keys)))
     for _ in range(3):
         assert not any(await reader.write(keys, filled(keys)))
@@ -168,20 +156,18 @@ async def test_a_user_who_may_not_store_still_loads(empty, caplog, login):
     assert reader.usage().gauges["breakers_open"] == 0
     assert counters["write_full"] >= 2 * len(keys)  # not tried again soon
     assert caplog.text.count("psetex allows them") == 1
-    await reader.close()
-    await owner.close()
 
 
 @pytest.fixture
-def lacking(empty, login):
+def lacking(empty, login, opened):
     """Returns a backend whose user lacks one of the rights it needs."""
 
-    def opened(right):
+    def lacks(right):
         rights = [it for it in MINIMAL_RIGHTS.split() if it != f"+{right}"]
         empty.cli("acl", "setuser", "kv", "reset", "on", ">p", "~kvoffload:*", *rights)
-        return open_backend("redis", {"url": empty.url, **login("kv", "p"), **PATIENT}, "n")
+        return opened(empty, **login("kv", "p"))
 
-    return opened
+    return lacks
 
 
 @pytest.mark.parametrize("right", ["exists", "pexpire", "unlink"])
@@ -197,7 +183,6 @@ async def test_a_right_that_is_missing_is_named_once_and_costs_no_connection(
     assert backend.counters()["connected"] <= 5
     assert backend.usage().gauges["breakers_open"] == 0
     assert caplog.text.count(f"+{right} ~kvoffload:* allows it") == 1
-    await backend.close()
 
 
 async def test_a_user_who_may_not_load_is_told_so(lacking, caplog):
@@ -209,10 +194,9 @@ async def test_a_user_who_may_not_load_is_told_so(lacking, caplog):
 
     await until(is_left_alone)
     assert caplog.text.count("+getex ~kvoffload:* allows it") == 1
-    await backend.close()
 
 
-async def test_a_name_that_nobody_resolves_holds_up_no_other_server(empty, monkeypatch):
+async def test_a_name_that_nobody_resolves_holds_up_no_other_server(empty, monkeypatch, opened):
     hung = threading.Event()
     resolve = socket.getaddrinfo
 
@@ -221,7 +205,7 @@ async def test_a_name_that_nobody_resolves_holds_up_no_other_server(empty, monke
 
     monkeypatch.setattr(socket, "getaddrinfo", resolver)
     away = [open_backend("redis", {"url": "redis://nowhere.invalid"}, "n") for _ in range(40)]
-    near = open_backend("redis", {"url": f"redis://localhost:{empty.port}", **PATIENT}, "n")
+    near = opened(f"redis://localhost:{empty.port}")
     try:
         keys = keys_of(2)
         lost = asyncio.gather(*(it.read(keys, slots(2)) for it in away))
@@ -276,10 +260,10 @@ async def test_in_a_cluster_a_user_with_few_rights_suffices(cluster, login):
     assert await stores_and_loads(options, "rights", count=16)
 
 
-async def test_a_slot_that_moves_is_followed(cluster):
+async def test_a_slot_that_moves_is_followed(cluster, opened):
     """ASK while it moves, MOVED afterwards: both lead to the chunk at once."""
     url = f"redis+cluster://127.0.0.1:{cluster[0].port}"
-    backend = open_backend("redis", {"url": url, **PATIENT}, "moving")
+    backend = opened(url, "moving")
     keys = keys_of(1, "moving")
     await backend.write(keys, filled(keys))
     name = f"kvoffload:moving:xxh3:{{{keys[0].hex()}}}"
@@ -300,12 +284,11 @@ async def test_a_slot_that_moves_is_followed(cluster):
     assert backend.counters()["refused_moved"] == 1
     assert await backend.read(keys, slots(1)) == [True]
     assert backend.counters()["refused_moved"] == 1  # the table was corrected
-    await backend.close()
 
 
 @pytest.mark.parametrize("bad", [b"", b"x" * 121])
-async def test_a_key_of_impossible_length_is_misuse(empty, bad):
-    backend = open_backend("redis", {"url": empty.url}, "n")
+async def test_a_key_of_impossible_length_is_misuse(empty, bad, opened):
+    backend = opened(empty)
     with pytest.raises(ValueError, match="1 to 120"):
         await backend.write([bad], slots(1))
     await backend.close()

@@ -7,21 +7,13 @@ import pytest
 
 from kvoffload import open_backend
 from kvoffload.backends.redis import namespace_scan
-from kvoffload.testing.backends import filled, keys_of
-from tests.support.redis_engine import PATIENT
+from tests.support.redis_engine import PATIENT, store
 from tests.support.redis_server import BINARY, MISSING, RedisServer
 
 pytestmark = pytest.mark.skipif(BINARY is None, reason=MISSING)
 ENGINE = ["+getex", "+psetex", "+exists", "+pexpire", "+unlink", "+ping", "+info"]
 """The rights that the guide gives an engine's user."""
 PASSWORD = "Zt8-pQ2x_Lw5.Vn7+Rk4"
-
-
-async def store(url, namespace, count, facts):
-    backend = open_backend("redis", {"url": url, **PATIENT}, namespace)
-    await backend.describe(facts)
-    assert all(await backend.write(keys_of(count), filled(keys_of(count), 1024)))
-    await backend.close()
 
 
 async def described(url, namespace="own", **options):

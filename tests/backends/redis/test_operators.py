@@ -13,31 +13,13 @@ from types import SimpleNamespace
 import disk_commands
 import pytest
 
-from kvoffload import open_backend
 from kvoffload.backends import admin
 from kvoffload.backends.memory import MemoryBackend, MemoryOptions
-from kvoffload.testing.backends import filled, keys_of
-from tests.support.redis_engine import PATIENT
-from tests.support.redis_server import (
-    BINARY,
-    MISSING,
-    RedisServer,
-    free_port,
-    make_certificates,
-)
+from tests.support.redis_engine import PATIENT, store
+from tests.support.redis_server import BINARY, MISSING, RedisServer, free_port, make_certificates
 
 pytestmark = pytest.mark.skipif(BINARY is None, reason=MISSING)
 AT_EASE = [word for name, value in PATIENT.items() for word in ("-o", f"{name}={value}")]
-
-
-def store(url, namespace, count, facts=None):
-    async def whole():
-        backend = open_backend("redis", {"url": url, **PATIENT}, namespace)
-        await backend.describe(facts or {"model": "m"})
-        assert all(await backend.write(keys_of(count), filled(keys_of(count))))
-        await backend.close()
-
-    asyncio.run(whole())
 
 
 kvoffload = partial(disk_commands.kvoffload, COLUMNS="400")
@@ -179,7 +161,7 @@ async def test_a_doctor_measures_transfers_without_the_time_to_connect(monkeypat
 
 
 def test_a_survey_passes_over_what_others_put_beside_the_chunks(server):
-    store(server.url, "ours", 3, ODD_FACTS)
+    asyncio.run(store(server.url, "ours", 3, ODD_FACTS))
     server.cli("set", "kvoffload:foreign", "x")
     server.cli("lpush", "kvoffload:list:xxh3:{0a}", "x")
     server.cli("lpush", "kvoffload:ours:xxh3:{0a}", "x")
@@ -198,7 +180,7 @@ def test_a_survey_passes_over_what_others_put_beside_the_chunks(server):
 def test_gc_takes_the_digits_that_inspect_shows(server):
     ours, near, other = "0123456789abcdef" * 4, "0123456789" + "f" * 54, "e" * 64
     for namespace in (ours, near, other):
-        store(server.url, namespace, 2)
+        asyncio.run(store(server.url, namespace, 2, {"model": "m"}))
 
     def gc(wanted):
         done = kvoffload("gc", server.url, "--namespace", wanted, "--json")

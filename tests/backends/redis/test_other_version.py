@@ -6,19 +6,13 @@ import pytest
 import redis
 from disk_commands import answered, kvoffload
 
-from kvoffload import open_backend
 from kvoffload.backends.header import COMPACT_BYTES
 from kvoffload.backends.redis import backend as redis_backend
 from kvoffload.testing.backends import filled, keys_of, slots
 from tests.support.other_version import OTHERS, VERSION, resealed
-from tests.support.redis_engine import PATIENT
 from tests.support.redis_server import BINARY, MISSING
 
 pytestmark = pytest.mark.skipif(BINARY is None, reason=MISSING)
-
-
-def open_redis(server, **options):
-    return open_backend("redis", {"url": server.url, **PATIENT, **options}, "n")
 
 
 def change(server, key, offset=VERSION, value=2, edit=lambda content: content):
@@ -43,9 +37,9 @@ async def settle(backend):
 
 @OTHERS
 async def test_a_value_of_another_version_is_a_miss_stays_and_gives_way_to_a_store(
-    empty, offset, value
+    empty, offset, value, opened
 ):
-    backend = open_redis(empty)
+    backend = opened(empty)
     good, other = keys_of(2)
     assert all(await backend.write([good, other], filled([good, other])))
     name, content = change(empty, other, offset, value)
@@ -60,12 +54,11 @@ async def test_a_value_of_another_version_is_a_miss_stays_and_gives_way_to_a_sto
     assert await backend.write([other], filled([other])) == [True]
     assert await backend.contains([other]) == [True]
     assert await backend.read([other], slots(1)) == [True]
-    await backend.close()
 
 
 @pytest.mark.parametrize("edit", [lambda content: content + b"more", lambda content: content[:300]])
-async def test_a_value_of_another_version_may_have_another_length(empty, edit):
-    backend = open_redis(empty)
+async def test_a_value_of_another_version_may_have_another_length(empty, edit, opened):
+    backend = opened(empty)
     keys = keys_of(3)
     assert all(await backend.write(keys, filled(keys)))
     name, content = change(empty, keys[1], edit=edit)
@@ -73,15 +66,14 @@ async def test_a_value_of_another_version_may_have_another_length(empty, edit):
     await settle(backend)
     assert value_of(empty, name) == content
     assert backend.counters()["read_other_version"] == 1
-    await backend.close()
 
 
-async def test_an_authenticated_value_of_another_version_stays_too(empty, tmp_path):
+async def test_an_authenticated_value_of_another_version_stays_too(empty, tmp_path, opened):
     pytest.importorskip("blake3")
     secret = tmp_path / "secret"
     secret.write_text("0123456789abcdef" * 4)
     secret.chmod(0o600)
-    backend = open_redis(empty, secret_file=str(secret))
+    backend = opened(empty, secret_file=str(secret))
     keys = keys_of(1)
     assert all(await backend.write(keys, filled(keys)))
     name, content = change(empty, keys[0])
@@ -89,23 +81,21 @@ async def test_an_authenticated_value_of_another_version_stays_too(empty, tmp_pa
     await settle(backend)
     assert value_of(empty, name) == content
     assert backend.counters()["read_other_version"] == 1
-    await backend.close()
 
 
-async def test_the_keys_remembered_are_bounded(empty, monkeypatch):
+async def test_the_keys_remembered_are_bounded(empty, monkeypatch, opened):
     monkeypatch.setattr(redis_backend, "_MAX_PASSED_OVER", 2)
-    backend = open_redis(empty)
+    backend = opened(empty)
     keys = keys_of(3)
     assert all(await backend.write(keys, filled(keys)))
     for key in keys:
         change(empty, key)
         assert await backend.read([key], slots(1)) == [False]
     assert await backend.contains(keys) == [True, False, False]
-    await backend.close()
 
 
-async def test_verify_and_its_repair_leave_them_and_count_them(empty):
-    backend = open_redis(empty)
+async def test_verify_and_its_repair_leave_them_and_count_them(empty, opened):
+    backend = opened(empty)
     keys = keys_of(2)
     assert all(await backend.write(keys, filled(keys)))
     await backend.close()

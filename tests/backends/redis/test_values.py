@@ -4,7 +4,6 @@ import asyncio
 
 import pytest
 
-from kvoffload import open_backend
 from kvoffload.backends.base import WriteResult
 from kvoffload.backends.redis import node
 from kvoffload.backends.redis.sealer import Sealer
@@ -12,12 +11,10 @@ from kvoffload.testing.backends import CHUNK_BYTES, filled, keys_of, slots
 from tests.support.redis_server import BINARY, MISSING
 
 pytestmark = pytest.mark.skipif(BINARY is None, reason=MISSING)
-PATIENT = {"timeout_s": 5.0, "connect_timeout_s": 5.0, "lookup_timeout_s": 5.0}
 
 
-async def test_every_name_has_our_prefix_and_a_life_span(empty):
-    options = {"url": empty.url, "ttl_s": 100.0}
-    backend = open_backend("redis", options, "model/a:{b}*")
+async def test_every_name_has_our_prefix_and_a_life_span(empty, opened):
+    backend = opened(empty, "model/a:{b}*", ttl_s=100.0)
     await backend.describe({"model": "m"})
     keys = keys_of(3)
     await backend.write(keys, filled(keys))
@@ -25,11 +22,10 @@ async def test_every_name_has_our_prefix_and_a_life_span(empty):
     assert len(names) == 4
     assert all(name.startswith("kvoffload:model%2Fa%3A%7Bb%7D%2A:") for name in names)
     assert all(90 < int(empty.cli("ttl", name)) <= 100 for name in names)
-    await backend.close()
 
 
-async def test_reading_and_storing_again_prolong_a_chunks_life(empty):
-    backend = open_backend("redis", {"url": empty.url, "ttl_s": 100.0}, "n")
+async def test_reading_and_storing_again_prolong_a_chunks_life(empty, opened):
+    backend = opened(empty, ttl_s=100.0)
     keys = keys_of(2)
     await backend.write(keys, filled(keys))
     names = empty.cli("keys", "*").splitlines()
@@ -40,7 +36,6 @@ async def test_reading_and_storing_again_prolong_a_chunks_life(empty):
     assert set(await backend.write(keys, filled(keys))) == {WriteResult.PRESENT}
     assert all(int(empty.cli("ttl", name)) > 50 for name in names)
     assert backend.counters()["write_present"] == 2  # and nothing was sent again
-    await backend.close()
 
 
 @pytest.fixture(params=["plain", "encrypted"])
@@ -78,9 +73,9 @@ def tamper(server, change):
     ],
 )
 async def test_a_damaged_value_is_a_miss_is_removed_and_can_be_stored_again(
-    empty, what, change, sealed
+    empty, what, change, sealed, opened
 ):
-    backend = open_backend("redis", {"url": empty.url, **PATIENT, **sealed}, "n")
+    backend = opened(empty, **sealed)
     keys = keys_of(1)
     await backend.write(keys, filled(keys))
     tamper(empty, change)
@@ -90,11 +85,10 @@ async def test_a_damaged_value_is_a_miss_is_removed_and_can_be_stored_again(
     assert await backend.write(keys, filled(keys)) == [True]
     assert await backend.read(keys, slots(1)) == [True]
     assert backend.usage().gauges["breakers_open"] == 0
-    await backend.close()
 
 
-async def test_a_value_under_another_key_is_a_miss(empty, sealed):
-    backend = open_backend("redis", {"url": empty.url, **PATIENT, **sealed}, "n")
+async def test_a_value_under_another_key_is_a_miss(empty, sealed, opened):
+    backend = opened(empty, **sealed)
     a, b = keys_of(2)
     await backend.write([a], filled([a]))
     (name,) = empty.cli("keys", "*").splitlines()
@@ -102,14 +96,13 @@ async def test_a_value_under_another_key_is_a_miss(empty, sealed):
     assert await backend.contains([b]) == [True]
     assert await backend.read([a, b], slots(2)) == [True, False]
     assert backend.counters()["read_corrupt_key"] == 1
-    await backend.close()
 
 
-async def test_a_check_that_fails_is_a_miss_counted_and_logged(empty, monkeypatch, caplog):
+async def test_a_check_that_fails_is_a_miss_counted_and_logged(empty, monkeypatch, caplog, opened):
     def no_memory(*_):
         raise MemoryError("no room for a check")
 
-    backend = open_backend("redis", {"url": empty.url, **PATIENT}, "n")
+    backend = opened(empty)
     good, bad = keys_of(2)
     assert await backend.write([good], filled([good])) == [True]
     monkeypatch.setattr(Sealer, "seal", no_memory)
@@ -119,20 +112,22 @@ async def test_a_check_that_fails_is_a_miss_counted_and_logged(empty, monkeypatc
     counted = backend.counters()
     assert [counted["write_failed"], counted["read_failed"]] == [1, 1]
     assert "no room for a check" in caplog.text
-    await backend.close()
 
 
-def with_secrets(server, folder, *names):
-    """Backends that each have a secret of their own."""
-    for name in names:
-        (folder / name).write_text(name * 4 + "0123456789abcdef" * 2)
-        options = {"url": server.url, "secret_file": str(folder / name), **PATIENT}
-        yield open_backend("redis", options, "n")
+@pytest.fixture
+def with_secret(empty, opened, tmp_path):
+    """Opens a tier with a secret of its own."""
+
+    def opened_with(name):
+        (tmp_path / name).write_text(name * 4 + "0123456789abcdef" * 2)
+        return opened(empty, secret_file=str(tmp_path / name))
+
+    return opened_with
 
 
-async def test_engines_with_different_secrets_keep_out_of_each_others_way(empty, tmp_path):
+async def test_engines_with_different_secrets_keep_out_of_each_others_way(empty, with_secret):
     """As while a secret is changed on one engine after the other."""
-    old, new = with_secrets(empty, tmp_path, "old", "new")
+    old, new = with_secret("old"), with_secret("new")
     keys = keys_of(8)
     assert all(await old.write(keys, filled(keys)))
     assert not any(await new.contains(keys))
@@ -141,13 +136,11 @@ async def test_engines_with_different_secrets_keep_out_of_each_others_way(empty,
     assert all(await new.read(keys, slots(8)))
     assert all(await old.read(keys, slots(8)))
     assert empty.cli("dbsize") == "16"
-    await old.close()
-    await new.close()
 
 
-async def test_values_of_someone_without_the_secret_are_misses(empty, tmp_path):
+async def test_values_of_someone_without_the_secret_are_misses(empty, with_secret):
     """Every field and checksum is right, but the author did not have the secret."""
-    attacker, victim = with_secrets(empty, tmp_path, "theirs", "mine")
+    attacker, victim = with_secret("theirs"), with_secret("mine")
     keys = keys_of(1)
     await victim.write(keys, filled(keys))
     (name,) = empty.cli("keys", "*").splitlines()
@@ -157,12 +150,10 @@ async def test_values_of_someone_without_the_secret_are_misses(empty, tmp_path):
     empty.cli("copy", forged, name, "replace")
     assert await victim.read(keys, slots(1)) == [False]
     assert victim.counters()["read_corrupt_mac"] == 1
-    await attacker.close()
-    await victim.close()
 
 
-async def test_a_key_of_another_type_is_a_miss(empty):
-    backend = open_backend("redis", {"url": empty.url, **PATIENT}, "n")
+async def test_a_key_of_another_type_is_a_miss(empty, opened):
+    backend = opened(empty)
     keys = keys_of(2)
     await backend.write(keys, filled(keys))
     name = next(n for n in empty.cli("keys", "*").splitlines() if keys[0].hex() in n)
@@ -175,7 +166,6 @@ async def test_a_key_of_another_type_is_a_miss(empty):
     assert await backend.write(keys, filled(keys)) == [True, True]
     assert await backend.read(keys, slots(2)) == [True, True]
     assert backend.counters()["read_corrupt_type"] == 1
-    await backend.close()
 
 
 @pytest.mark.parametrize(
@@ -183,9 +173,9 @@ async def test_a_key_of_another_type_is_a_miss(empty):
     [("", 1), ("short", 1), ("x" * 3 * CHUNK_BYTES, 24)],
     ids=["empty", "short", "far too long"],
 )
-async def test_a_value_of_a_wrong_size_costs_no_other_chunk(empty, value, misses):
+async def test_a_value_of_a_wrong_size_costs_no_other_chunk(empty, value, misses, opened):
     """At most the next requests on the connection are misses, once."""
-    backend = open_backend("redis", {"url": empty.url, "connections": 1, **PATIENT}, "n")
+    backend = opened(empty, connections=1)
     keys = keys_of(24)
     await backend.write(keys, filled(keys))
     name = next(n for n in empty.cli("keys", "*").splitlines() if keys[5].hex() in n)
@@ -197,23 +187,21 @@ async def test_a_value_of_a_wrong_size_costs_no_other_chunk(empty, value, misses
     assert (await backend.read(keys, slots(24))).count(False) == 1
     assert backend.counters()["read_corrupt_size"] == 1
     assert backend.usage().gauges["breakers_open"] == 0
-    await backend.close()
 
 
-async def test_usage_and_facts_can_be_read(empty):
-    backend = open_backend("redis", {"url": empty.url}, "n")
+async def test_usage_and_facts_can_be_read(empty, opened):
+    backend = opened(empty)
     await backend.describe({"model": "llama", "dtype": "bf16"})
     keys = keys_of(2)
     await backend.write(keys, filled(keys))
     assert backend.usage().resident_bytes > 0
     assert backend.counters()["write_ok"] == 2
     assert "llama" in empty.cli("get", "kvoffload:n:facts")
-    await backend.close()
 
 
-async def test_usage_follows_the_server_without_a_new_connection(empty, monkeypatch):
+async def test_usage_follows_the_server_without_a_new_connection(empty, monkeypatch, opened):
     monkeypatch.setattr(node, "INFO_EVERY_S", 0.05)
-    backend = open_backend("redis", {"url": empty.url, **PATIENT}, "n")
+    backend = opened(empty)
     await backend.contains(keys_of(1))
     before = backend.usage()
     set_to(empty, "foreign", "x" * 2_000_000)
@@ -238,13 +226,13 @@ async def test_usage_follows_the_server_without_a_new_connection(empty, monkeypa
     assert told.capacity_bytes == limit - 1_000_000
     assert told.gauges["server_evictions"] == 1
     assert backend.counters()["connected"] == 1
-    await backend.close()
 
 
-async def test_a_server_that_stops_answering_is_noticed_while_nothing_is_asked(empty, monkeypatch):
+async def test_a_server_that_stops_answering_is_noticed_while_nothing_is_asked(
+    empty, monkeypatch, opened
+):
     monkeypatch.setattr(node, "INFO_EVERY_S", 0.05)
-    options = {"url": empty.url, "timeout_s": 0.2, "connect_timeout_s": 0.2}
-    backend = open_backend("redis", options, "n")
+    backend = opened(empty, timeout_s=0.2, connect_timeout_s=0.2)
     await backend.contains(keys_of(1))
     empty.pause()
     try:
@@ -253,7 +241,6 @@ async def test_a_server_that_stops_answering_is_noticed_while_nothing_is_asked(e
                 await asyncio.sleep(0.02)
     finally:
         empty.resume()
-    await backend.close()
 
 
 async def facts_are_there(server, namespace):
@@ -261,19 +248,18 @@ async def facts_are_there(server, namespace):
         await asyncio.sleep(0.02)
 
 
-async def test_facts_are_back_soon_after_a_flush(empty):
-    backend = open_backend("redis", {"url": empty.url}, "n")
+async def test_facts_are_back_soon_after_a_flush(empty, opened):
+    backend = opened(empty)
     await backend.describe({"model": "llama"})
     await facts_are_there(empty, "n")
     empty.cli("flushall")
     keys = keys_of(2)
     await backend.write(keys, filled(keys))
     await facts_are_there(empty, "n")
-    await backend.close()
 
 
-async def test_loads_alone_keep_the_facts_alive(empty):
-    backend = open_backend("redis", {"url": empty.url, "ttl_s": 100.0}, "n")
+async def test_loads_alone_keep_the_facts_alive(empty, opened):
+    backend = opened(empty, ttl_s=100.0)
     keys = keys_of(2)
     await backend.describe({"model": "llama"})
     await backend.write(keys, filled(keys))
@@ -283,4 +269,3 @@ async def test_loads_alone_keep_the_facts_alive(empty):
     await backend.read(keys, slots(2))
     while int(empty.cli("pttl", "kvoffload:n:facts")) < 99_000:  # noqa: ASYNC110
         await asyncio.sleep(0.02)
-    await backend.close()

@@ -6,9 +6,8 @@ from itertools import starmap
 import pytest
 from disk_commands import answered, kvoffload
 
-from kvoffload import open_backend
-from kvoffload.testing.backends import CHUNK_BYTES, filled, keys_of
-from tests.support.redis_engine import PATIENT
+from kvoffload.testing.backends import CHUNK_BYTES
+from tests.support.redis_engine import store
 from tests.support.redis_server import BINARY, MISSING
 
 pytestmark = pytest.mark.skipif(BINARY is None, reason=MISSING)
@@ -17,20 +16,12 @@ STORED = CHUNK_BYTES + 256
 """Bytes of a value: a header and a chunk."""
 
 
-async def store(url, namespace, count, **options):
-    backend = open_backend("redis", {"url": url, **PATIENT, **options}, namespace)
-    await backend.describe({"model": "m"})
-    keys = keys_of(count, namespace)
-    assert all(await backend.write(keys, filled(keys)))
-    await backend.close()
-
-
 def chunks_of(server, namespace):
     return sorted(server.cli("--scan", "--pattern", f"kvoffload:{namespace}:*{{*").splitlines())
 
 
 async def test_a_sound_server_is_read_whole_and_nothing_on_it_changes(empty):
-    await store(empty.url, "one", 3)
+    await store(empty.url, "one", 3, {"model": "m"})
     await store(empty.url, "two:more", 2)
     empty.cli("set", "kvoffload:not a name", "1")
     names = chunks_of(empty, "one")
@@ -44,7 +35,7 @@ async def test_a_sound_server_is_read_whole_and_nothing_on_it_changes(empty):
 
 
 async def test_each_kind_of_damage_is_named_and_a_repair_removes_it_alone(empty):
-    await store(empty.url, "one", 6)
+    await store(empty.url, "one", 6, {"model": "m"})
     flipped, header, short, other, kind, sound = chunks_of(empty, "one")
     empty.cli("setrange", flipped, "300", "!")
     empty.cli("setrange", header, "20", "!")
