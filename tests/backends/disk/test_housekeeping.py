@@ -5,7 +5,6 @@ import errno
 import json
 import logging
 import os
-import threading
 import time
 from collections import defaultdict
 from types import SimpleNamespace
@@ -66,14 +65,8 @@ def messages(caplog, text):
 
 async def test_a_store_wakes_the_housekeeper_once_and_it_sleeps_again(tmp_path, monkeypatch):
     monkeypatch.setattr(disk_housekeeper, "_TICK_S", 3600.0)
-    before = {thread.ident for thread in threading.enumerate()}
     backend = open_disk(tmp_path)
-    (thread,) = (
-        thread
-        for thread in threading.enumerate()
-        if thread.name == "kvoffload-disk" and thread.ident not in before
-    )
-    clock = time.pthread_getcpuclockid(thread.ident)
+    clock = time.pthread_getcpuclockid(backend._housekeeper._thread.ident)
     assert await write(backend, keys_of(1)) == [True]
     await asyncio.sleep(0.1)
     began_s = time.clock_gettime(clock)
