@@ -10,6 +10,7 @@ import disk_parts
 import pytest
 
 from tests.support.moto import moto_server
+from tests.support.small_engine import SmallEngine
 
 SECRET = "0123456789abcdef" * 4
 
@@ -65,6 +66,21 @@ def clock(monkeypatch):
         "kvoffload.backends.disk.expiry.now_ns", lambda: time.time_ns() + int(ahead_s[0] * 1e9)
     )
     return ahead_s
+
+
+@pytest.fixture
+def engine(new_kv_caches, new_request):
+    """Makes engines over tiers; they are closed after the test."""
+    made = []
+
+    def make(*backends, seed=1, **settings):
+        made.append(SmallEngine(new_kv_caches(seed=seed), new_request, *backends, **settings))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.check()
+        each.connector.close()
 
 
 @pytest.fixture(scope="session")

@@ -9,9 +9,8 @@ from kvoffload.backends.asynchronous import AsyncBackend
 from kvoffload.backends.base import ReadResult
 from kvoffload.backends.header import parse_header
 from kvoffload.backends.seals import ChecksumSeal
-from kvoffload.testing import BackendSuite
 from kvoffload.testing.backends import CHUNK_BYTES, filled, keys_of, slots, wrong_bytes
-from tests.backends.test_threaded import SEAL, private_names
+from tests.backends import test_threaded
 
 
 class Moving(AsyncBackend):
@@ -58,20 +57,12 @@ class Moving(AsyncBackend):
         self.released += 1
 
 
-class TestMoving(BackendSuite):
-    def open(self, namespace):
-        return Moving()
-
-    def damage(self, backend, key):
-        value = backend.stored[key]
-        backend.stored[key] = value[:-1] + bytes([value[-1] ^ 1])
+class TestMoving(test_threaded.TestMoving):
+    new = Moving
 
 
-class TestEncrypted(TestMoving):
-    def open(self, namespace):
-        backend = Moving(namespace)
-        backend.encrypt_with(SEAL)
-        return backend
+class TestEncrypted(test_threaded.TestEncrypted):
+    new = Moving
 
 
 class TestOneByOne(TestMoving):
@@ -81,7 +72,7 @@ class TestOneByOne(TestMoving):
 
 async def test_no_private_name_of_a_base_class_can_meet_one_of_a_subclass():
     backend = Moving()
-    assert private_names(backend) == set()
+    assert test_threaded.private_names(backend) == set()
     await backend.close()
 
 

@@ -6,7 +6,6 @@ import pytest
 
 from kvoffload.offload.base import ChunksStored
 from tests.support.redis_server import BINARY, MISSING, RedisServer
-from tests.support.small_engine import SmallEngine
 
 
 @pytest.fixture(params=["folder", "object", "redis"])
@@ -24,21 +23,8 @@ def shared(request, tmp_path):
         server.stop()
 
 
-@pytest.fixture
-def engine(new_kv_caches, new_request):
-    """Makes engines with host memory for two prompts; they are closed after the test."""
-    made = []
-
-    def make(*backends, seed=1):
-        caches = new_kv_caches(seed=seed)
-        memory = {"cpu_bytes": 20 * 4096, "staging_bytes": 0, "io": "thread"}
-        made.append(SmallEngine(caches, new_request, *backends, **memory))
-        return made[-1]
-
-    yield make
-    for each in made:
-        each.check()
-        each.connector.close()
+MEMORY = {"cpu_bytes": 20 * 4096, "staging_bytes": 0, "io": "thread"}
+"""Host memory for two prompts."""
 
 
 @pytest.mark.parametrize("is_encrypted", [False, True], ids=["plain", "encrypted"])
@@ -48,7 +34,7 @@ def test_a_host_that_lost_its_disk_loads_from_the_shared_store_and_fills_the_dis
     keys = {"encryption": encryption} if is_encrypted else {}
     disk = {"type": "disk", "root": str(tmp_path / "kv"), "capacity": "64MiB", "min_free": 0}
     disk, shared = disk | keys, shared | keys
-    first = engine(disk, shared)
+    first = engine(disk, shared, **MEMORY)
     first.store("prompt")
     assert first.connector.flush(20)
     events = [each for each in first.connector.take_events() if isinstance(each, ChunksStored)]
@@ -56,7 +42,7 @@ def test_a_host_that_lost_its_disk_loads_from_the_shared_store_and_fills_the_dis
     first.connector.close()
     shutil.rmtree(tmp_path / "kv")
 
-    second = engine(disk, shared, seed=2)
+    second = engine(disk, shared, seed=2, **MEMORY)
     second.truth = first.truth
     second.await_hits("prompt")  # a lookup may be late on a busy machine
     assert second.connector.flush(20)
@@ -66,7 +52,7 @@ def test_a_host_that_lost_its_disk_loads_from_the_shared_store_and_fills_the_dis
     until(lambda: second.connector.stats()["tier_gauges"]["disk"]["chunks"] == 10)
     second.connector.close()
 
-    third = engine(disk, seed=3)  # whose shared store is gone
+    third = engine(disk, seed=3, **MEMORY)  # whose shared store is gone
     third.truth = first.truth
     third.await_hits("prompt")
     assert third.connector.stats()["load_chunks"]["disk"] == 10

@@ -140,8 +140,10 @@ class TestOneThread(Suite):
 
 
 class TestMoving(BackendSuite):
+    new = Moving
+
     def open(self, namespace):
-        return Moving()
+        return self.new()
 
     def damage(self, backend, key):
         value = backend.stored[key]
@@ -150,14 +152,13 @@ class TestMoving(BackendSuite):
 
 class TestEncrypted(TestMoving):
     def open(self, namespace):
-        backend = Moving(namespace)
+        backend = self.new(namespace)
         backend.encrypt_with(SEAL)
         return backend
 
 
 class TestNatural(TestMoving):
-    def open(self, namespace):
-        return Natural()
+    new = Natural
 
 
 class TestOnTheLoop(Suite):

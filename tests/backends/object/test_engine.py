@@ -2,25 +2,6 @@
 
 import time
 
-import pytest
-
-from tests.support.small_engine import SmallEngine
-
-
-@pytest.fixture
-def engine(new_kv_caches, new_request):
-    """Makes engines over tiers; they are closed after the test."""
-    made = []
-
-    def make(*backends, seed=1, **settings):
-        made.append(SmallEngine(new_kv_caches(seed=seed), new_request, *backends, **settings))
-        return made[-1]
-
-    yield make
-    for each in made:
-        each.check()
-        each.connector.close()
-
 
 def test_a_second_engine_loads_what_the_first_computed(engine, options):
     tier = {"type": "object", **options}
