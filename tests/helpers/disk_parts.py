@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from kvoffload.backends.disk.backend import DiskBackend, DiskOptions
 from kvoffload.backends.disk.index import name_of
 from kvoffload.config import ByteSize
-from kvoffload.testing.backends import filled
+from kvoffload.testing.backends import filled, slots, wrong_bytes
 
 SIZE = 60 * 1024
 ON_DISK = 64 * 1024
@@ -99,6 +99,15 @@ def flip_chunk(root, key, at):
 
 async def write(backend, keys):
     return await backend.write(keys, filled(keys, SIZE))
+
+
+async def load(backend, keys, size=SIZE):
+    """Return the answers of a read; hits alone are told of, once each, and have their bytes."""
+    into, arrived = slots(len(keys), size), []
+    answers = await backend.read_each(keys, into, arrived.append)
+    assert wrong_bytes(keys, into, answers) == []
+    assert sorted(arrived) == [i for i, good in enumerate(answers) if good]
+    return answers
 
 
 async def until(condition, timeout_s=30.0):

@@ -1,9 +1,9 @@
-"""The folder backend with chunks of 60 KiB, and steps that its tests share."""
+"""The folder backend with the chunks of ``disk_parts``, and steps that its tests share."""
 
 import asyncio
 import contextlib
 
-from disk_parts import OPENED
+from disk_parts import OPENED, SIZE
 
 from kvoffload.backends.disk.vfs import Vfs
 from kvoffload.backends.folder.backend import FolderBackend, FolderOptions
@@ -11,10 +11,7 @@ from kvoffload.backends.folder.evictor import Evictor
 from kvoffload.backends.folder.records import Records
 from kvoffload.backends.folder.room import Room
 from kvoffload.config import ByteSize
-from kvoffload.testing.backends import filled, slots, wrong_bytes
-
-SIZE = 60 * 1024
-ON_DISK = 64 * 1024
+from kvoffload.testing.backends import filled
 
 
 def open_folder(root, namespace="folder", vfs=None, **settings):
@@ -32,22 +29,6 @@ def new_evictor(root, vfs=None, *, capacity=1 << 30, evicted=lambda *names: None
 
 async def store(backend, keys, tenant=b""):
     return await backend.write(keys, filled(keys, SIZE), [tenant] * len(keys) if tenant else ())
-
-
-async def load(backend, keys):
-    """Return the answers of a read; no hit has a wrong byte."""
-    into = slots(len(keys), SIZE)
-    answers = await backend.read(keys, into)
-    assert wrong_bytes(keys, into, answers) == []
-    return answers
-
-
-async def until(condition, timeout_s=30.0):
-    for _ in range(int(timeout_s / 0.01)):
-        if condition():
-            return True
-        await asyncio.sleep(0.01)
-    return condition()
 
 
 async def store_at_last(backend, keys, tenant=b""):

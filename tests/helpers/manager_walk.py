@@ -19,12 +19,7 @@ from manager_truth import (
 )
 
 from kvoffload.config import KNOWN_HINTS
-from kvoffload.offload.base import (
-    CPULoadStoreSpec,
-    EarlyRead,
-    get_offload_group_idx,
-    tenant_id,
-)
+from kvoffload.offload.base import CPULoadStoreSpec, EarlyRead, get_offload_group_idx, tenant_id
 from kvoffload.offload.extents import ExtentCache
 from kvoffload.offload.geometry import HostGeometry
 from kvoffload.offload.host_cache import HostCache

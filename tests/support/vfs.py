@@ -248,6 +248,32 @@ class StuckVfs(HookedVfs):
         return perform()
 
 
+class BesideVfs(HookedVfs):
+    """Does something once, just before or after a call of some kind: as another process might."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.acts: dict[str, tuple[Callable[[], object], int | None]] = {}
+
+    def on(self, point: str, act: Callable[[], object], thread: int | None = None) -> None:
+        """Do ``act`` at ``<call>:<kind>:<before|after>``, see :func:`kind_of`; on any thread."""
+        self.acts[point] = act, thread
+
+    def around(self, call: str, path: str, perform: Callable[[], T]) -> T:
+        """Act before the call, or after it."""
+        where = f"{call}:{kind_of(path)}"
+        self._reached(f"{where}:before")
+        result = perform()
+        self._reached(f"{where}:after")
+        return result
+
+    def _reached(self, point: str) -> None:
+        act, thread = self.acts.get(point, (None, None))
+        if act is not None and thread in (None, threading.get_ident()):
+            del self.acts[point]
+            act()
+
+
 class DeadlyVfs(HookedVfs):
     """SIGKILL to this very process before, in the middle of, or after a call of some kind."""
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from disk_parts import ON_DISK, SIZE, open_disk, until, write
+from disk_parts import ON_DISK, SIZE, load, open_disk, until, write
 
 from kvoffload.backends.admin import Garbage
 from kvoffload.backends.disk import root_checks
@@ -20,7 +20,7 @@ from kvoffload.backends.disk.inspector import DiskInspector, inspected
 from kvoffload.backends.disk.paths import QUARANTINE, SCRATCH, WRITERS, shard_of
 from kvoffload.backends.header import namespace_digest
 from kvoffload.errors import ConfigError
-from kvoffload.testing.backends import filled, keys_of, slots
+from kvoffload.testing.backends import filled, keys_of
 
 NOBODY = 65534
 
@@ -50,15 +50,6 @@ def tick(backend):
     """Look at the folders now, as the housekeeping thread does once a second."""
     backend._store.files.forget_shards()
     backend._store.root.maintain()
-
-
-async def read(backend, keys):
-    """Load chunks, and compare each hit with the bytes stored."""
-    into = slots(len(keys), SIZE)
-    answers = await backend.read(keys, into)
-    for good, slot, true in zip(answers, into, filled(keys, SIZE), strict=True):
-        assert not good or slot == true, "foreign bytes"
-    return answers
 
 
 async def forged(folder, keys):
@@ -202,11 +193,11 @@ async def test_a_root_put_in_place_of_ours_gives_misses_and_takes_no_chunk(publi
         evil.chmod(0o770)
     with backend._store.root._repairing:  # or it makes the root anew between the two moves
         swap(root, public / "ours", evil, nobody)
-        await read(backend, keys)  # at once: our bytes or none
+        await load(backend, keys)  # at once: our bytes or none
     assert await until(lambda: backend._store.root.refusal is not None)
     before = Counter(backend.counters())
     evil_files = {path for path in root.rglob("*") if path.is_file()}
-    assert await read(backend, keys) == [False] * 4
+    assert await load(backend, keys) == [False] * 4
     assert await backend.contains(keys) == [False] * 4
     assert not backend.holds(keys[0])
     assert await write(backend, keys_of(4, "more")) == [False] * 4
@@ -218,7 +209,7 @@ async def test_a_root_put_in_place_of_ours_gives_misses_and_takes_no_chunk(publi
         os.rename(root, evil)
         os.rename(public / "ours", root)
     tick(backend)
-    assert await read(backend, keys) == [True] * 4
+    assert await load(backend, keys) == [True] * 4
 
 
 async def test_a_root_that_others_may_write_later_is_left_alone_until_they_may_not(tmp_path):
@@ -228,10 +219,10 @@ async def test_a_root_that_others_may_write_later_is_left_alone_until_they_may_n
     for folder in (tmp_path / "kv", tmp_path / "kv" / namespace_digest("disk").hex()):
         folder.chmod(0o770)
         tick(backend)
-        assert await read(backend, keys) == [False] * 3
+        assert await load(backend, keys) == [False] * 3
         folder.chmod(0o700)
         tick(backend)
-        assert await read(backend, keys) == [True] * 3
+        assert await load(backend, keys) == [True] * 3
 
 
 async def test_a_root_that_its_operator_moved_and_made_anew_is_used(tmp_path):
@@ -242,7 +233,7 @@ async def test_a_root_that_its_operator_moved_and_made_anew_is_used(tmp_path):
         (tmp_path / "kv").rename(tmp_path / "old")
         (tmp_path / "kv").mkdir(mode=0o700)
     assert await until(lambda: backend.counters().get("remade"))
-    assert await read(backend, keys) == [False] * 3
+    assert await load(backend, keys) == [False] * 3
     assert all(await write(backend, keys))
     assert len(list((tmp_path / "kv").glob("*/??/*"))) == 3
 
@@ -263,14 +254,13 @@ async def test_a_link_in_place_of_a_shard_is_neither_read_nor_written_through(tm
         tick(backend)
     else:
         backend = open_disk(tmp_path / "kv")
-    assert await read(backend, keys) == [False]
+    assert await load(backend, keys) == [False]
     assert backend.counters()["corrupt_link"] == 1
     assert all(await write(backend, keys))
     assert not shard.is_symlink()
-    assert await read(backend, keys) == [True]
+    assert await load(backend, keys) == [True]
     after = (elsewhere / key.hex()).stat()
     assert (before.st_ino, before.st_mtime_ns) == (after.st_ino, after.st_mtime_ns)
-    await backend.close()
 
 
 async def test_a_link_among_the_writers_is_not_cleaned_up_through(tmp_path):

@@ -156,7 +156,6 @@ async def test_a_root_without_recorded_limits_stays_readable_and_gets_them(tmp_p
     assert caplog.records == []
     assert recorded(tmp_path)["capacity_bytes"] == 8 * MIB
     assert (tmp_path / BOUNDS).stat().st_mode & 0o777 == 0o600
-    await backend.close()
 
 
 def hostile():

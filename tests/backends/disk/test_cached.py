@@ -11,14 +11,13 @@ import time
 from collections import Counter
 
 import pytest
-from disk_parts import ON_DISK, SIZE, open_disk, write
+from disk_parts import ON_DISK, SIZE, load, open_disk, write
 
 from kvoffload.backends import blocking_pool
 from kvoffload.backends.base import ReadResult
 from kvoffload.backends.disk import backend as disk_backend
 from kvoffload.backends.disk import cache_room, file_calls
-from kvoffload.testing import payload_of
-from kvoffload.testing.backends import filled, keys_of, slots
+from kvoffload.testing.backends import filled, keys_of
 from tests.support.kernel_files import GIB
 from tests.support.vfs import EVERY_ERROR, FailingVfs, HookedVfs, kind_of
 
@@ -60,19 +59,11 @@ def drop(root, offset=0, length=0):
         os.close(fd)
 
 
-async def read(backend, keys, size=SIZE):
-    into = slots(len(keys), size)
-    answers = await backend.read(keys, into)
-    for key, slot, good in zip(keys, into, answers, strict=True):
-        assert not good or bytes(slot) == payload_of(key, size)
-    return answers
-
-
 async def test_what_was_just_stored_is_loaded_from_the_page_cache(cached):
     backend, calls = cached
     keys = keys_of(4)
     assert await write(backend, keys) == [True] * 4
-    assert await read(backend, keys) == [True] * 4
+    assert await load(backend, keys) == [True] * 4
     assert calls == {"start_writeback": 4, "is_cached": 4, "read_cached": 4}
     await backend.close()
 
@@ -83,8 +74,8 @@ async def test_the_rest_is_loaded_directly_and_stays_out_of_the_page_cache(cache
     assert await write(backend, keys) == [True] * 4
     drop(tmp_path)
     calls.clear()
-    assert await read(backend, keys) == [True] * 4
-    assert await read(backend, keys) == [True] * 4
+    assert await load(backend, keys) == [True] * 4
+    assert await load(backend, keys) == [True] * 4
     assert calls == {"is_cached": 8, "bypass_cache": 8, "preadv": 8}
     await backend.close()
 
@@ -96,7 +87,7 @@ async def test_a_chunk_of_which_a_part_is_cached_is_loaded_directly(cached, tmp_
     assert await backend.write(keys, filled(keys, size)) == [True]
     drop(tmp_path, *((0, size) if dropped == "head" else (size // 2, 0)))
     calls.clear()
-    assert await read(backend, keys, size) == [True]
+    assert await load(backend, keys, size) == [True]
     calls.pop("read_cached", None)  # of the rest, the page cache is asked by reading
     assert calls == {"is_cached": 1, "bypass_cache": 1, "preadv": 1}
     await backend.close()
@@ -110,7 +101,7 @@ async def test_memory_that_direct_io_cannot_use_is_filled_by_way_of_the_page_cac
     assert await backend.write(keys, filled(keys, SIZE - 1)) == [True] * 2
     drop(tmp_path)
     calls.clear()
-    assert await read(backend, keys, SIZE - 1) == [True] * 2
+    assert await load(backend, keys, SIZE - 1) == [True] * 2
     assert calls == {"is_cached": 2, "preadv": 2}
     await backend.close()
 
@@ -123,10 +114,9 @@ async def test_a_page_cache_that_fails_costs_no_chunk(tmp_path, kernel_files, ca
     vfs.nth = 1
     keys = keys_of(4)
     assert await write(backend, keys) == [True] * 4
-    assert await read(backend, keys) == [True] * 4
+    assert await load(backend, keys) == [True] * 4
     drop(tmp_path)
-    assert await read(backend, keys) == [True] * 4
-    await backend.close()
+    assert await load(backend, keys) == [True] * 4
 
 
 @pytest.mark.parametrize("is_cold", [False, True])
@@ -140,7 +130,7 @@ async def test_damage_in_the_page_cache_or_on_the_disk_is_found(cached, tmp_path
     path.write_bytes(content)
     if is_cold:
         drop(tmp_path)
-    assert [each is ReadResult.CORRUPT for each in await read(backend, keys)] == [True]
+    assert [each is ReadResult.CORRUPT for each in await load(backend, keys)] == [True]
     assert backend.counters() == {"corrupt": 1, "corrupt_payload": 1}
     await backend.close()
 
@@ -202,13 +192,12 @@ async def test_one_thread_loads_what_is_cached_and_all_of_them_what_is_not(
     backend = opened(tmp_path, vfs)
     keys = keys_of(16)
     assert await backend.write(keys, filled(keys, size)) == [True] * 16
-    assert await read(backend, keys, size) == [True] * 16
+    assert await load(backend, keys, size) == [True] * 16
     assert len(vfs.threads["read_cached"]) == 16
     assert (len(set(vfs.threads["read_cached"])) == 1) is is_one
     drop(tmp_path)
-    assert await read(backend, keys, size) == [True] * 16
+    assert await load(backend, keys, size) == [True] * 16
     assert len(set(vfs.threads["preadv"])) > 4
-    await backend.close()
 
 
 async def test_stores_of_a_running_tier_follow_the_memory(tmp_path, kernel_files, monkeypatch):
@@ -224,14 +213,13 @@ async def test_stores_of_a_running_tier_follow_the_memory(tmp_path, kernel_files
     assert await write(backend, under) == [True] * 4
     assert "start_writeback" not in calls
     calls.clear()
-    assert await read(backend, before) == [True] * 4  # loads ask the page cache all the time
-    assert await read(backend, under) == [True] * 4
+    assert await load(backend, before) == [True] * 4  # loads ask the page cache all the time
+    assert await load(backend, under) == [True] * 4
     assert calls == {"is_cached": 8, "read_cached": 4, "bypass_cache": 4, "preadv": 4}
     kernel_files.available(10 * GIB)
     assert backend.room.look()
     assert await write(backend, after) == [True] * 4
     assert calls["start_writeback"] == 4
-    await backend.close()
 
 
 MIXED = """

@@ -52,7 +52,6 @@ async def test_a_root_that_was_emptied_while_nothing_used_it_is_counted_anew(tmp
     new = keys_of(8, "new")
     assert await write(backend, new) == [True] * 8
     assert all(map(backend.holds, new))
-    await backend.close()
 
 
 async def test_files_that_could_not_be_removed_for_a_while_leave_later(tmp_path):
@@ -193,7 +192,6 @@ async def test_with_fsync_a_chunk_stored_without_is_synced_before_it_is_promised
     vfs.nth = vfs.calls + 1
     assert await write(backend, keys_of(1)) == [False]
     assert not backend.holds(keys_of(1)[0])
-    await backend.close()
 
 
 async def test_closing_waits_neither_for_a_look_nor_for_a_hung_disk(tmp_path):

@@ -11,7 +11,7 @@ from kvoffload.backends.disk.index import name_of
 from kvoffload.backends.disk.scanner import Scanner
 from kvoffload.testing import payload_of
 from kvoffload.testing.backends import keys_of
-from tests.support.vfs import HookedVfs, kind_of
+from tests.support.vfs import BesideVfs
 
 REMOVED = {
     "files": ["unlink:chunk:after"],
@@ -24,31 +24,15 @@ LOOKED = {"files": "lstat:chunk:after", "segments": "lock_part:table:before"}
 """A process has seen the chunk that it is about to remove or to replace."""
 
 
-class Beside(HookedVfs):
-    """Does something once, before or after the next call of a kind on this thread."""
-
-    def __init__(self):
-        super().__init__()
-        self.acts = {}
+class Beside(BesideVfs):
+    """Does something on this thread alone, at one point after the other."""
 
     def on(self, point, act, *, then=()):
         if then:
             first, *rest = then
-            self.acts[point] = (threading.get_ident(), lambda: self.on(first, act, then=rest))
+            super().on(point, lambda: self.on(first, act, then=rest), threading.get_ident())
         else:
-            self.acts[point] = (threading.get_ident(), act)
-
-    def around(self, call, path, perform):
-        self._act(f"{call}:{kind_of(path)}:before")
-        result = perform()
-        self._act(f"{call}:{kind_of(path)}:after")
-        return result
-
-    def _act(self, point):
-        thread, act = self.acts.get(point, (None, None))
-        if thread == threading.get_ident():
-            del self.acts[point]
-            act()
+            super().on(point, act, threading.get_ident())
 
 
 @pytest.fixture

@@ -83,7 +83,6 @@ async def test_what_expired_while_no_engine_ran_is_a_miss_and_leaves(tmp_path):
     assert not any(await backend.contains(keys))
     assert not any(await read(backend, keys))
     assert await until(lambda: backend.counters().get("expired") == 2)
-    await backend.close()
 
 
 async def test_without_a_time_to_live_nothing_expires(tmp_path, clock):

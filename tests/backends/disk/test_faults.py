@@ -7,7 +7,7 @@ import random
 import shutil
 
 import pytest
-from disk_parts import chunk_bytes, in_form, let_calls_hang_after
+from disk_parts import chunk_bytes, in_form, let_calls_hang_after, load
 
 from kvoffload.backends.disk.backend import DiskBackend, DiskOptions
 from kvoffload.backends.disk.chunk_file import probe_direct
@@ -15,7 +15,6 @@ from kvoffload.backends.disk.paths import WRITERS
 from kvoffload.backends.disk.vfs import Vfs
 from kvoffload.config import ByteSize
 from kvoffload.errors import ConfigError
-from kvoffload.testing import payload_of
 from kvoffload.testing.backends import filled, keys_of, slots
 from tests.support.vfs import EVERY_ERROR, FailingVfs, HookedVfs, StuckVfs, kind_of
 
@@ -41,14 +40,6 @@ def aside_bytes(root):
     return sum(path.lstat().st_blocks * 512 for path in root.glob(".quarantine/*"))
 
 
-async def check(backend, keys):
-    into = slots(len(keys), SIZE)
-    answers = await backend.read(keys, into)
-    for key, slot, good in zip(keys, into, answers, strict=True):
-        assert not good or bytes(slot) == payload_of(key, SIZE)
-    return answers
-
-
 async def life(root, vfs, form="files", **settings):
     """Open a folder with something in it; store, load, evict, remove, describe, close."""
     try:
@@ -56,17 +47,17 @@ async def life(root, vfs, form="files", **settings):
     except ConfigError:
         return None
     assert await asyncio.to_thread(backend.wait_ready, 60)
-    await check(backend, OLD)
+    await load(backend, OLD, SIZE)
     for key in KEYS:
         await backend.write([key], filled([key], SIZE))
         assert chunk_bytes(root) <= 5 * 12288
-    await check(backend, KEYS)
+    await load(backend, KEYS, SIZE)
     await backend.contains([*KEYS, *OLD])
     await backend.remove(KEYS[:1])
     await backend.describe({"model": "m"})
     calls = vfs.calls
     vfs.heal()
-    await check(backend, [*KEYS, *OLD])
+    await load(backend, [*KEYS, *OLD], SIZE)
     await backend.write(keys_of(1, "x"), filled(keys_of(1, "x"), SIZE))
     booked = backend._store.root.quota.refresh()  # None: damaged, and mended within a second
     assert booked is None or booked >= chunk_bytes(root) + aside_bytes(root)
@@ -91,7 +82,7 @@ async def attempt(used, nth, error, sticky, form="files", **settings):
         await life(root, vfs, form, **settings)
         backend = in_form(DiskBackend(options(root, **settings), "faults"), form)
         assert await asyncio.to_thread(backend.wait_ready, 60)
-        await check(backend, [*KEYS, *OLD])
+        await load(backend, [*KEYS, *OLD], SIZE)
         assert backend.usage().resident_bytes == chunk_bytes(root) + aside_bytes(root)
         assert await backend.write(KEYS, filled(KEYS, SIZE)) == [True] * 7
         writers = [name for name in os.listdir(root / WRITERS) if not name.startswith("new-")]
@@ -142,7 +133,7 @@ async def test_short_reads_and_writes_are_gone_on_with(tmp_path, call, io):
     vfs = FailingVfs(1, None, sticky=True, when=lambda c, p: c == call and ".ledger" not in p)
     backend = DiskBackend(options(tmp_path, io=io), "short", vfs=vfs)
     assert await backend.write(KEYS[:3], filled(KEYS[:3], SIZE)) == [True] * 3
-    assert await check(backend, KEYS[:3]) == [True] * 3
+    assert await load(backend, KEYS[:3], SIZE) == [True] * 3
     await backend.close()
 
 
@@ -155,7 +146,7 @@ async def test_a_failed_fsync_drops_the_chunk_and_is_not_repeated(tmp_path):
     assert vfs.calls == 1
     assert backend.counters() == {"write_io_EIO": 1}
     assert chunk_bytes(tmp_path) == 0
-    assert await check(backend, KEYS[:1]) == [False]
+    assert await load(backend, KEYS[:1], SIZE) == [False]
     vfs.heal()
     assert await backend.write(KEYS[:1], filled(KEYS[:1], SIZE)) == [True]
     await backend.close()
@@ -170,11 +161,11 @@ async def test_a_device_that_answers_no_more_gives_misses_to_whoever_comes_later
     stuck.append(KEYS[0].hex())
     let_calls_hang_after(backend, 0.5)
     # Two loads occupy both threads and cannot end: their memory is in the kernel's hands.
-    first = [asyncio.ensure_future(check(backend, KEYS[:1])) for _ in range(2)]
+    first = [asyncio.ensure_future(load(backend, KEYS[:1], SIZE)) for _ in range(2)]
     try:
-        waiting = asyncio.ensure_future(check(backend, KEYS[1:3]))
+        waiting = asyncio.ensure_future(load(backend, KEYS[1:3], SIZE))
         assert await asyncio.wait_for(waiting, 10) == [False, False]
-        assert await asyncio.wait_for(check(backend, KEYS[1:3]), 10) == [False, False]
+        assert await asyncio.wait_for(load(backend, KEYS[1:3], SIZE), 10) == [False, False]
         first[0].cancel()
         await asyncio.sleep(0.02)
         assert not any(task.done() for task in first)
@@ -186,7 +177,7 @@ async def test_a_device_that_answers_no_more_gives_misses_to_whoever_comes_later
     assert await first[1] == [True]
     with pytest.raises(asyncio.CancelledError):
         await first[0]
-    assert await check(backend, KEYS[:4]) == [True] * 4
+    assert await load(backend, KEYS[:4], SIZE) == [True] * 4
     await backend.close()
 
 
@@ -215,7 +206,7 @@ async def test_a_disk_that_writes_directly_but_does_not_read_so_uses_the_page_ca
     backend = DiskBackend(options(tmp_path, io="auto"), "probe", vfs=vfs)
     assert (backend.io_mode, backend.io_reason) == ("buffered", reason)
     assert await backend.write(KEYS[:1], filled(KEYS[:1], SIZE)) == [True]
-    assert await check(backend, KEYS[:1]) == [True]
+    assert await load(backend, KEYS[:1], SIZE) == [True]
     await backend.close()
 
 

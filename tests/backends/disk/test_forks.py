@@ -1,10 +1,11 @@
 """A process that opened the backend and then forked: the child has neither threads nor locks."""
 
-import asyncio
 import os
 import signal
 import subprocess
 import sys
+
+from disk_parts import until
 
 from kvoffload.backends.disk.backend import DiskBackend, DiskOptions
 from kvoffload.backends.disk.paths import WRITERS
@@ -116,13 +117,9 @@ async def test_an_owner_that_died_is_succeeded_although_its_forked_child_lives(t
     try:
         backend = DiskBackend(DiskOptions(root=str(tmp_path), min_free=ByteSize(0)), "forked")
         own = [os.path.basename(backend._store.root.writer.folder)]
-        for _ in range(500):
-            if backend._store.root.evictor.held and os.listdir(tmp_path / WRITERS) == own:
-                break
-            await asyncio.sleep(0.02)
+        assert await until(lambda: backend._store.root.evictor.held)
+        assert await until(lambda: os.listdir(tmp_path / WRITERS) == own)
         os.kill(child, 0)  # the child is alive
-        assert backend._store.root.evictor.held
-        assert os.listdir(tmp_path / WRITERS) == own
         assert await backend.write(KEYS, filled(KEYS, SIZE)) == [True] * 3
         assert await backend.read(KEYS, slots(3, SIZE)) == [True] * 3
         await backend.close()

@@ -62,7 +62,6 @@ async def test_a_segment_that_is_emptied_during_a_clean_up_costs_one_eviction(tm
     assert not any(name in backend._store.segments for name in (name_of(1, key) for key in old))
     backend._store.segments.clean_up()
     assert len([*tmp_path.glob("*/segments/*.table")]) == 1
-    await backend.close()
 
 
 async def test_a_slot_is_not_used_again_before_the_thread_that_frees_it_is_done(tmp_path):
@@ -85,7 +84,6 @@ async def test_a_slot_is_not_used_again_before_the_thread_that_frees_it_is_done(
     assert backend.usage().resident_bytes == chunk_bytes(tmp_path) == 6 * ON_DISK
     (table,) = tmp_path.glob("*/segments/*.table")
     assert table.stat().st_size == 64 * (1 + 6)
-    await backend.close()
 
 
 async def test_a_segment_that_another_process_removes_meanwhile_gives_its_room_back(tmp_path):
@@ -111,7 +109,6 @@ async def test_a_segment_that_another_process_removes_meanwhile_gives_its_room_b
     assert backend._store.root.quota.refresh() == 0
     assert not len(backend._store.index)
     assert name_of(0, old[0]) not in backend._store.segments
-    await backend.close()
 
 
 async def test_a_slot_that_a_process_frees_during_a_start_is_not_used_yet(tmp_path):
@@ -130,8 +127,6 @@ async def test_a_slot_that_a_process_frees_during_a_start_is_not_used_yet(tmp_pa
     (table,) = tmp_path.glob("*/segments/*.table")
     assert table.stat().st_size == 64 * (1 + 5)
     assert backend._store.root.quota.refresh() == chunk_bytes(tmp_path) == 5 * ON_DISK
-    for each in (backend, evicting):
-        await each.close()
 
 
 async def test_while_others_run_what_a_dead_process_was_writing_is_freed_later(
@@ -157,4 +152,3 @@ async def test_while_others_run_what_a_dead_process_was_writing_is_freed_later(
     assert table.stat().st_size == 64 * (1 + 4)
     assert await until(lambda: Scanner(evicting._store).scan(full=True))
     assert backend._store.root.quota.refresh() == chunk_bytes(tmp_path) == 4 * ON_DISK
-    await backend.close()

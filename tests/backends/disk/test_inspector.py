@@ -10,10 +10,7 @@ from disk_parts import ON_DISK, SIZE, open_disk, write
 
 from kvoffload.backends import header
 from kvoffload.backends.disk.inspector import DiskInspector
-from kvoffload.backends.disk.paths import (
-    LEDGER,
-    WRITERS,
-)
+from kvoffload.backends.disk.paths import LEDGER, WRITERS
 from kvoffload.errors import ConfigError
 from kvoffload.testing.backends import keys_of
 

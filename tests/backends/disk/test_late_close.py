@@ -101,7 +101,6 @@ async def test_a_store_closed_while_it_loads_its_snapshot_stops_and_keeps_the_sn
     assert len(backend._store.index) == 10
     scanner.save_snapshot()
     assert path.read_bytes() == before
-    await backend.close()
 
 
 async def test_a_scan_of_a_store_that_is_closed_stops_among_its_chunks(tmp_path):
@@ -115,7 +114,6 @@ async def test_a_scan_of_a_store_that_is_closed_stops_among_its_chunks(tmp_path)
     scanner = Scanner(backend._store, lambda: next(looks) > 256 + 10)
     assert not scanner.scan(full=True)
     assert 0 < scanner.vanished <= 10
-    await backend.close()
 
 
 async def test_a_repair_at_the_end_does_not_take_the_right_to_evict_again(tmp_path, monkeypatch):
@@ -136,4 +134,3 @@ async def test_a_repair_at_the_end_does_not_take_the_right_to_evict_again(tmp_pa
     monkeypatch.setattr(root.evictor, "is_gone", is_gone)
     root.repair()
     assert not root.evictor.held, "no housekeeping uses it, and no other store can have it"
-    await store.close()

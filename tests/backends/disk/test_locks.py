@@ -7,10 +7,7 @@ from pathlib import Path
 from disk_parts import ON_DISK, open_disk, until, write
 
 from kvoffload.backends.disk.locks import bytes_in_flight, clean_up, count_alive, is_dead
-from kvoffload.backends.disk.paths import (
-    LEDGER,
-    WRITERS,
-)
+from kvoffload.backends.disk.paths import LEDGER, WRITERS
 from kvoffload.backends.disk.scanner import Scanner
 from kvoffload.backends.disk.vfs import Vfs
 from kvoffload.config import ByteSize

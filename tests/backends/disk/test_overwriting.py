@@ -9,7 +9,7 @@ from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from disk_parts import ON_DISK, SIZE, allocated, chunk_bytes, full, open_disk, until, write
+from disk_parts import ON_DISK, SIZE, allocated, chunk_bytes, full, load, open_disk, until, write
 
 from kvoffload.backends.base import ReadResult
 from kvoffload.backends.disk import housekeeper
@@ -54,9 +54,7 @@ async def test_the_file_of_the_chunk_that_leaves_becomes_that_of_the_next(tmp_pa
     assert after[old[3].hex()] == before[old[3].hex()]
     assert backend.counters() == {"evicted": 3, "overwritten": 3}
     assert {each.key for each in backend.take_removals()} == set(old[:3])
-    into = slots(4, SIZE)
-    assert await backend.read([old[3], *new], into) == [True] * 4
-    assert [bytes(s) for s in into] == [payload_of(key, SIZE) for key in (old[3], *new)]
+    assert await load(backend, [old[3], *new]) == [True] * 4
     assert backend.usage().resident_bytes == chunk_bytes(tmp_path) == 4 * ON_DISK
     assert temporaries(tmp_path) == []
 
@@ -73,7 +71,6 @@ async def test_an_overwritten_file_counts_as_used_now(tmp_path):
     assert time.time() - path.stat().st_atime < 30
     backend = open_disk(tmp_path, **full(1), ttl_s=60)
     assert await backend.read([new], slots(1, SIZE)) == [True]
-    await backend.close()
 
 
 async def test_files_of_other_lengths_and_with_other_names_are_not_overwritten(tmp_path):
@@ -139,9 +136,7 @@ async def test_a_reader_of_a_file_that_is_overwritten_misses_and_sees_no_damage(
     assert os.listdir(tmp_path / QUARANTINE) == []
     assert "verification" not in caplog.text
     assert not reading.holds(old)
-    into = slots(1, SIZE)
-    assert await reading.read([new], into) == [True]
-    assert bytes(into[0]) == payload_of(new, SIZE)
+    assert await load(reading, [new]) == [True]
     if reading is not writing:
         await reading.close()
 
@@ -154,9 +149,7 @@ async def test_a_chunk_that_comes_back_into_its_file_under_a_reader_is_read(tmp_
     before = inodes(tmp_path)
     vfs.before_header = lambda: store(reading, new)
     vfs.before_chunk = lambda: store(reading, old)
-    into = slots(1, SIZE)
-    assert await reading.read([old], into) == [True]
-    assert bytes(into[0]) == payload_of(old, SIZE)
+    assert await load(reading, [old]) == [True]
     assert inodes(tmp_path) == before
     assert reading.counters() == {"evicted": 2, "overwritten": 2}
 
@@ -286,8 +279,6 @@ async def test_a_scan_counts_what_another_process_reserved(tmp_path):
         scanner = Scanner(evicting._store)
         assert scanner.scan(full=True) is (left == 0)
         assert evicting._store.root.quota.refresh() == left * ON_DISK
-    for backend in (other, evicting):
-        await backend.close()
 
 
 @pytest.mark.usefixtures("form")
@@ -301,14 +292,12 @@ async def test_a_process_tells_what_it_moves_with_few_writes(tmp_path):
                 told.append(bytes_in_flight(self, str(tmp_path), ""))
             return perform()
 
-    evicting = open_disk(tmp_path, **full(2048))
+    open_disk(tmp_path, **full(2048))  # it evicts
     other = open_disk(tmp_path, vfs=Told(), **full(2048))
     assert all(await write(other, keys_of(512)))
     assert any(told)
     assert len(told) <= 512 * 5 // 8 + 1, "eight chunks at a time: begun, and halved"
     assert bytes_in_flight(Vfs(), str(tmp_path), "") == 0
-    for backend in (other, evicting):
-        await backend.close()
 
 
 async def test_beside_a_writer_of_the_first_version_a_process_reserves_one(tmp_path):

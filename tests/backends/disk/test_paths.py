@@ -5,14 +5,7 @@ import os
 
 import pytest
 
-from kvoffload.backends.disk.paths import (
-    LEDGER,
-    MANIFEST,
-    SNAPSHOT,
-    is_namespace,
-    key_of,
-    shard_of,
-)
+from kvoffload.backends.disk.paths import LEDGER, MANIFEST, SNAPSHOT, is_namespace, key_of, shard_of
 from kvoffload.backends.disk.vfs import Vfs
 from kvoffload.backends.disk.walker import remove_namespace
 from tests.support.vfs import FailingVfs, kind_of

@@ -4,10 +4,9 @@ import asyncio
 import random
 
 import pytest
-from disk_parts import in_form
+from disk_parts import in_form, load
 
 from kvoffload.backends.disk.backend import DiskBackend, DiskOptions
-from kvoffload.testing import payload_of
 from kvoffload.testing.backends import filled, keys_of, slots
 from tests.support.powerloss import RecordingVfs, crashes
 
@@ -48,10 +47,7 @@ async def reopened(root):
     backend = DiskBackend(options(root), "power")
     try:
         assert await asyncio.to_thread(backend.wait_ready, 60)
-        into = slots(len(KEYS), SIZE)
-        answers = await backend.read(KEYS, into)
-        for key, slot, good in zip(KEYS, into, answers, strict=True):
-            assert not good or bytes(slot) == payload_of(key, SIZE)
+        answers = await load(backend, KEYS, SIZE)
         assert await backend.write(KEYS[:2], filled(KEYS[:2], SIZE)) == [True, True]
         assert await backend.read(KEYS[:2], slots(2, SIZE)) == [True, True]
     finally:

@@ -5,10 +5,10 @@ import random
 import time
 
 import pytest
+from disk_parts import load
 
 from kvoffload.backends.disk.backend import DiskBackend, DiskOptions
 from kvoffload.backends.disk.scanner import Scanner
-from kvoffload.testing import payload_of
 from kvoffload.testing.backends import filled, keys_of, slots
 from tests.support.powerloss import RecordingVfs, crashes
 
@@ -103,10 +103,7 @@ async def store_all(backend, keys):
 
 
 async def right(backend, keys):
-    into = slots(len(keys), SIZE)
-    answers = await backend.read(keys, into)
-    for key, slot, good in zip(keys, into, answers, strict=True):
-        assert not good or bytes(slot) == payload_of(key, SIZE)
+    answers = await load(backend, keys, SIZE)
     return {key for key, good in zip(keys, answers, strict=True) if good}
 
 

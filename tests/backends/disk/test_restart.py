@@ -11,25 +11,17 @@ import time
 
 import psutil
 import pytest
-from disk_parts import remove_at_once
+from disk_parts import load, open_disk, remove_at_once, until
 
-from kvoffload.backends.disk.backend import DiskBackend, DiskOptions
 from kvoffload.backends.disk.paths import LEDGER, OWNER, SHARDS, SNAPSHOT, WRITERS, shard_of
 from kvoffload.backends.header import namespace_digest
 from kvoffload.config import ByteSize
-from kvoffload.testing.backends import filled, keys_of, payload_of, slots
+from kvoffload.testing.backends import filled, keys_of, slots
 from tests.support.vfs import FailingVfs, StuckVfs
 
 pytestmark = pytest.mark.usefixtures("as_files")
 
 SIZE, ON_DISK = 28 * 1024, 32 * 1024
-
-
-def open_disk(root, vfs=None, *, ready=True, **settings):
-    settings = {"capacity": ByteSize(64 << 20), "min_free": ByteSize(0), **settings}
-    backend = DiskBackend(DiskOptions(root=str(root), **settings), "restart", vfs=vfs)
-    assert not ready or backend.wait_ready(60)
-    return backend
 
 
 def snapshot_of(root):
@@ -65,13 +57,10 @@ async def test_opening_does_not_wait_for_the_folders(tmp_path):
     keys = keys_of(4)
     await stored(tmp_path, keys)
     vfs = StuckVfs(lambda call, path: call == "listdir" and len(os.path.basename(path)) == 2)
-    backend = open_disk(tmp_path, vfs, ready=False)
+    backend = open_disk(tmp_path, vfs=vfs, ready=False)
     assert not backend.wait_ready(0.05)
     # The snapshot already answers, reads need no index, and writes are accepted.
-    for _ in range(2000):
-        if backend.holds(keys[0]):
-            break
-        await asyncio.sleep(0.005)
+    assert await until(lambda: backend.holds(keys[0]))
     assert [backend.holds(key) for key in keys] == [True] * 4
     assert await backend.read(keys, slots(4, SIZE)) == [True] * 4
     assert await backend.write(keys_of(1, "new"), filled(keys_of(1, "new"), SIZE)) == [True]
@@ -85,7 +74,7 @@ async def test_without_a_snapshot_keys_are_misses_until_they_are_found(tmp_path)
     await stored(tmp_path, keys)
     snapshot_of(tmp_path).unlink()
     vfs = StuckVfs(lambda call, path: call == "listdir" and len(os.path.basename(path)) == 2)
-    backend = open_disk(tmp_path, vfs, ready=False)
+    backend = open_disk(tmp_path, vfs=vfs, ready=False)
     assert [backend.holds(key) for key in keys] == [False] * 4
     vfs.release()
     assert await asyncio.to_thread(backend.wait_ready, 60)
@@ -118,16 +107,12 @@ async def test_the_order_of_use_survives(tmp_path, snapshot):
     for key in keys_of(6, "new"):
         assert await backend.write([key], filled([key], SIZE)) == [True]
     assert [backend.holds(key) for key in keys] == [True, True] + [False] * 6
-    await backend.close()
 
 
 async def test_a_smaller_capacity_after_a_restart_is_kept(tmp_path):
     await stored(tmp_path, keys_of(20))
     backend = open_disk(tmp_path, capacity=ByteSize(10 * ON_DISK))
-    for _ in range(1000):
-        if backend.usage().resident_bytes <= 9 * ON_DISK:
-            break
-        await asyncio.sleep(0.005)
+    assert await until(lambda: backend.usage().resident_bytes <= 9 * ON_DISK)
     assert len(list(tmp_path.glob("*/??/*"))) == 9
 
 
@@ -148,7 +133,6 @@ async def test_the_accounting_is_exact_again_whatever_became_of_the_ledger(tmp_p
     backend = open_disk(tmp_path)
     assert backend.usage().resident_bytes == 10 * ON_DISK
     assert await backend.write(keys_of(1, "new"), filled(keys_of(1, "new"), SIZE)) == [True]
-    await backend.close()
 
 
 async def test_a_ledger_damaged_while_in_use_is_mended(tmp_path):
@@ -161,13 +145,14 @@ async def test_a_ledger_damaged_while_in_use_is_mended(tmp_path):
             break
         await asyncio.sleep(0.01)
     # A scan during a refused store counts its bytes too; the scan after it does not.
-    for _ in range(600):
-        counted = backend.usage().resident_bytes
-        assert counted >= 2 * ON_DISK
-        if counted == 2 * ON_DISK:
-            break
-        await asyncio.sleep(0.01)
-    assert counted == 2 * ON_DISK
+    counted = []
+
+    def is_exact():
+        counted.append(backend.usage().resident_bytes)
+        return counted[-1] == 2 * ON_DISK
+
+    assert await until(is_exact)
+    assert min(counted) == 2 * ON_DISK
 
 
 async def test_leftovers_of_the_dead_are_removed_and_of_the_living_never(tmp_path):
@@ -182,21 +167,12 @@ async def test_leftovers_of_the_dead_are_removed_and_of_the_living_never(tmp_pat
     being_born = tmp_path / WRITERS / "new-0000000000000000"
     being_born.mkdir()
     backend = open_disk(tmp_path)
-    for _ in range(500):
-        if not dead.exists() and not half_removed.exists():
-            break
-        await asyncio.sleep(0.01)
-    assert not dead.exists()
-    assert not half_removed.exists()
+    assert await until(lambda: not dead.exists() and not half_removed.exists())
     assert alive._store.root.writer.folder in map(str, (tmp_path / WRITERS).iterdir())
     assert being_born.exists()
     hour_ago = time.time() - 3600
     os.utime(being_born, (hour_ago, hour_ago))
-    for _ in range(500):
-        if not being_born.exists():
-            break
-        await asyncio.sleep(0.01)
-    assert not being_born.exists()
+    assert await until(lambda: not being_born.exists())
     await backend.close()
     await alive.close()
     assert not list((tmp_path / WRITERS).iterdir())
@@ -208,14 +184,14 @@ async def test_the_manifest_names_the_facts_and_is_written_once(tmp_path):
     await backend.describe({"model": "another"})
     (manifest,) = tmp_path.glob("*/manifest.json")
     assert '"llama"' in manifest.read_text()
-    assert '"restart"' in manifest.read_text()
+    assert '"disk"' in manifest.read_text()
 
 
 async def test_a_manifest_that_could_not_be_written_is_written_with_the_next_store(
     tmp_path, caplog
 ):
     vfs = FailingVfs(1, errno.EIO, when=lambda call, path: path.endswith("manifest.json"))
-    backend = open_disk(tmp_path, vfs)
+    backend = open_disk(tmp_path, vfs=vfs)
     await backend.describe({"model": "m"})
     assert list(tmp_path.glob("*/manifest.json")) == []
     assert "cannot write a manifest" in caplog.text
@@ -248,10 +224,7 @@ async def test_many_lives_of_one_folder(tmp_path):
     for life in range(10):
         backend = open_disk(tmp_path, io="auto" if life % 2 else "buffered")
         known = keys[: life * 6]
-        into = slots(len(known), SIZE)
-        assert await backend.read(known, into) == [True] * len(known)
-        for key, slot in zip(known, into, strict=True):
-            assert bytes(slot) == payload_of(key, SIZE)
+        assert await load(backend, known, SIZE) == [True] * len(known)
         assert backend.usage().resident_bytes == len(known) * ON_DISK
         new = keys[life * 6 : life * 6 + 6]
         assert await backend.write(new, filled(new, SIZE)) == [True] * 6
@@ -333,12 +306,7 @@ async def test_folders_removed_under_a_running_engine_are_made_anew(tmp_path, re
         known = all(map(backend.holds, later)) and len(there) == backend.usage().chunks
         return known and backend.usage().resident_bytes == on_disk
 
-    for _ in range(500):
-        if settled(one) and settled(two):
-            break
-        await asyncio.sleep(0.02)
-    assert settled(one)
-    assert settled(two)
+    assert await until(lambda: settled(one) and settled(two))
     assert sum(backend._store.root.evictor.held for backend in (one, two)) == 1
     assert len(list(root.glob("*/manifest.json"))) == 1
     assert len(os.listdir(root / WRITERS)) == 2
@@ -347,7 +315,6 @@ async def test_folders_removed_under_a_running_engine_are_made_anew(tmp_path, re
     assert not os.listdir(root / WRITERS)
     backend = open_disk(root)
     assert backend.usage()[:3] == (on_disk, 64 << 20, len(there))
-    await backend.close()
 
 
 HUNG = """
@@ -394,12 +361,8 @@ def test_a_hung_disk_does_not_keep_a_process_from_ending(tmp_path, call):
 
 async def test_a_purged_namespace_is_gone_and_only_misses_for_whoever_still_uses_it(tmp_path):
     keys = keys_of(20)
-    settings = {"capacity": ByteSize(64 << 20), "min_free": ByteSize(0)}
-    old, new = (
-        DiskBackend(DiskOptions(root=str(tmp_path), **settings), name) for name in ("old", "new")
-    )
+    old, new = (open_disk(tmp_path, name) for name in ("old", "new"))
     for backend in (old, new):
-        assert backend.wait_ready(60)
         assert await backend.write(keys, filled(keys, SIZE)) == [True] * 20
     folder = tmp_path / namespace_digest("old").hex()
     assert await new.purge(["old", "never was"]) == 20
@@ -410,5 +373,3 @@ async def test_a_purged_namespace_is_gone_and_only_misses_for_whoever_still_uses
     # A process that does not know of it continues in a folder that it made.
     assert await old.write(keys, filled(keys, SIZE)) == [True] * 20
     assert await old.read(keys, slots(20, SIZE)) == [True] * 20
-    for backend in (old, new):
-        await backend.close()

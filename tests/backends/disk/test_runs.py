@@ -7,11 +7,11 @@ from collections import Counter
 import pytest
 from disk_parts import (
     ON_DISK,
-    SIZE,
     chunk_bytes,
     flip_chunk,
     full,
     let_policy_refuse,
+    load,
     open_disk,
     write,
 )
@@ -37,16 +37,6 @@ class CountingVfs(HookedVfs):
         return perform()
 
 
-async def read(backend, keys):
-    """Read keys; return the answers, and the places told of, once each and only of hits."""
-    into, arrived = slots(len(keys), SIZE), []
-    answers = await backend.read_each(keys, into, arrived.append)
-    for key, slot, good in zip(keys, into, answers, strict=True):
-        assert not good or bytes(slot) == payload_of(key, SIZE)
-    assert sorted(arrived) == [i for i, good in enumerate(answers) if good]
-    return answers
-
-
 def open_with(vfs, root, **settings):
     return open_disk(root, form="segments", vfs=vfs, **settings)
 
@@ -56,7 +46,7 @@ async def test_a_run_is_one_read(tmp_path):
     backend = open_with(vfs, tmp_path)
     keys = keys_of(2 * MOST_IN_RUN + 1)
     assert all(await write(backend, keys))
-    assert await read(backend, keys) == [True] * len(keys)
+    assert await load(backend, keys) == [True] * len(keys)
     assert vfs.reads.total() == 3
 
 
@@ -81,7 +71,7 @@ async def test_only_neighbours_in_one_order_are_a_run(tmp_path):
     for key in keys:
         assert await write(backend, [key]) == [True]
     wanted = [keys[0], keys[2], keys[1], *keys[3:]]
-    assert await read(backend, wanted) == [True] * 6
+    assert await load(backend, wanted) == [True] * 6
     assert vfs.reads.total() == 4  # the last three are neighbours
 
 
@@ -91,7 +81,7 @@ async def test_damage_in_a_run_is_one_miss(tmp_path):
     for key in keys:
         assert await write(backend, [key]) == [True]
     flip_chunk(tmp_path, keys[2], -1)
-    answers = await read(backend, keys)
+    answers = await load(backend, keys)
     assert answers == [True, True, ReadResult.CORRUPT, True, True]
     assert backend.counters()["corrupt_payload"] == 1
 
@@ -102,7 +92,7 @@ async def test_missing_chunks_end_a_run(tmp_path):
     for key in keys:
         assert await write(backend, [key]) == [True]
     await backend.remove(keys[1:3])
-    answers = await read(backend, keys)
+    answers = await load(backend, keys)
     assert [bool(each) for each in answers] == [True, False, False, True, True, True]
     assert backend.counters()["read_missing"] == 2
 
@@ -134,7 +124,7 @@ async def test_a_read_that_fails_is_tried_chunk_by_chunk(tmp_path):
         assert await write(backend, [key]) == [True]
     vfs.reads.clear()
     vfs.refuses = True
-    assert await read(backend, keys) == [True] * 4
+    assert await load(backend, keys) == [True] * 4
     assert vfs.reads.total() == 4
 
 
@@ -156,7 +146,7 @@ class CountedCalls(HookedVfs):
 
 
 async def all_are_there(backend, keys, root):
-    assert all(await read(backend, keys))
+    assert all(await load(backend, keys))
     assert backend.usage().resident_bytes == chunk_bytes(root) == len(keys) * ON_DISK
 
 
@@ -172,7 +162,6 @@ async def test_a_run_is_stored_by_three_writes(tmp_path):
     await backend.close()
     backend = open_with(CountedCalls(), tmp_path)
     await all_are_there(backend, [*first, *keys], tmp_path)
-    await backend.close()
 
 
 async def test_runs_of_a_full_store_overwrite_runs(tmp_path):
@@ -227,7 +216,7 @@ async def test_the_uses_of_a_run_are_noted_by_one_write(tmp_path):
     keys = keys_of(MOST_IN_RUN)
     assert all(await write(backend, keys))
     before_ns = time.time_ns()
-    assert all(await read(backend, keys))
+    assert all(await load(backend, keys))
     vfs.writes.clear()
     backend._store.record_use()
     assert vfs.writes["table"] <= 1  # 0: the housekeeper has done it

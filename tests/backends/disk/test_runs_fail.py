@@ -11,6 +11,7 @@ from disk_parts import (
     chunk_bytes,
     full,
     let_policy_refuse,
+    load,
     open_disk,
     table_of,
     write,
@@ -21,23 +22,13 @@ from kvoffload.backends.disk.index import name_of
 from kvoffload.backends.encryption import CipherSeal
 from kvoffload.config import ByteSize
 from kvoffload.testing import payload_of
-from kvoffload.testing.backends import filled, keys_of, slots
-from tests.support.vfs import FailingVfs, HookedVfs, kind_of
+from kvoffload.testing.backends import filled, keys_of
+from tests.support.vfs import BesideVfs, FailingVfs, HookedVfs, kind_of
 
 SMALL, SMALL_ON_DISK = 8192, 12288
 PLACES = 24
 GENERATIONS = 2
 """The first finds free slots, the second overwrites chunks."""
-
-
-async def right(backend, keys, size=SIZE):
-    """Read keys; return the answers, and see that each hit has its own bytes."""
-    into, arrived = slots(len(keys), size), []
-    answers = await backend.read_each(keys, into, arrived.append)
-    for key, slot, good in zip(keys, into, answers, strict=True):
-        assert not good or bytes(slot) == payload_of(key, size)
-    assert sorted(arrived) == [i for i, good in enumerate(answers) if good]
-    return answers
 
 
 def open_slots(root, vfs=None, **settings):
@@ -65,18 +56,18 @@ async def life(root, nth, error, when):
         keys = keys_of(16, f"{generation}")
         await backend.write(keys, filled(keys, SMALL))
         assert chunk_bytes(root) <= PLACES * SMALL_ON_DISK
-        await right(backend, keys, SMALL)
+        await load(backend, keys, SMALL)
     backend._store.record_use()
     calls = vfs.calls
     vfs.heal()
     for generation in range(GENERATIONS):
-        await right(backend, keys_of(16, f"{generation}"), SMALL)
+        await load(backend, keys_of(16, f"{generation}"), SMALL)
     backend._store.segments.clean_up()
     num_known = len(backend._store.index)
     assert backend._store.root.quota.refresh() == chunk_bytes(root) == num_known * SMALL_ON_DISK
     last = keys_of(PLACES, "last")
     assert all(await backend.write(last, filled(last, SMALL)))
-    assert all(await right(backend, last, SMALL))
+    assert all(await load(backend, last, SMALL))
     await backend.close()
     shutil.rmtree(root)
     return calls
@@ -142,7 +133,7 @@ async def test_a_policy_that_raises_while_the_table_cannot_be_written(tmp_path, 
     monkeypatch.undo()
     await is_exact(backend, tmp_path)
     assert all(await write(backend, keys))
-    assert all(await right(backend, keys))
+    assert all(await load(backend, keys))
     await is_exact(backend, tmp_path)
 
 
@@ -159,23 +150,6 @@ async def test_a_run_that_fits_in_part_is_stored_in_part(tmp_path):
     assert answers == [True] * 3 + [False] * 2
     assert backend.counters() == {"refused_capacity": 2}
     await is_exact(backend, tmp_path)
-
-
-class Between(HookedVfs):
-    """Does something once, just before a call on a table or on slots."""
-
-    def __init__(self):
-        super().__init__()
-        self.call, self.kind, self.act = "", "", None
-
-    def before(self, call, kind, act):
-        self.call, self.kind, self.act = call, kind, act
-
-    def around(self, call, path, perform):
-        if self.act is not None and (call, kind_of(path)) == (self.call, self.kind):
-            act, self.act = self.act, None
-            act()
-        return perform()
 
 
 def two_on(root, vfs, places, io="buffered"):
@@ -195,38 +169,36 @@ async def both_are_exact(one, two, root):
 
 @pytest.mark.parametrize("at", [0, 3, 7])
 async def test_another_process_removes_a_chunk_of_a_run_that_is_claimed(tmp_path, at):
-    vfs = Between()
+    vfs = BesideVfs()
     one, two = two_on(tmp_path, vfs, 128)
     old, new = keys_of(128, "old"), keys_of(32, "new")
     assert all(await write(one, old))
     two._store.segments.refresh(0)
-    assert all(await right(two, old))
+    assert all(await load(two, old))
     victims = [n[2:] for n in one._store.segments.in_order([name_of(0, key) for key in old])]
     gone = [victims[i + at] for i in range(0, 128, 8)]
-    vfs.before("lock_part", "table", lambda: [two.delete(key) for key in gone])
+    vfs.on("lock_part:table:before", lambda: [two.delete(key) for key in gone])
     answers = await write(one, new)
     assert all(answers)
     two._store.segments.refresh(0)
-    await right(one, old)
-    await right(two, old)
-    assert all(await right(one, new))
-    assert all(await right(two, new))
-    assert not any(await right(one, gone))
+    await load(one, old)
+    await load(two, old)
+    assert all(await load(one, new))
+    assert all(await load(two, new))
+    assert not any(await load(one, gone))
     for backend in (one, two):
         assert not [name for name in backend.counters() if "corrupt" in name]
     await both_are_exact(one, two, tmp_path)
-    await one.close()
-    await two.close()
 
 
 @pytest.mark.parametrize("call", ["read_cached", "preadv"])
 async def test_a_run_is_overwritten_by_other_chunks_while_it_is_read(tmp_path, kernel_files, call):
-    vfs = Between()
+    vfs = BesideVfs()
     one, two = two_on(tmp_path, vfs, 128, "auto" if call == "read_cached" else "buffered")
     old, new = keys_of(8, "old"), keys_of(8, "new")
     assert all(await write(two, old))
     one._store.segments.refresh(0)
-    assert all(await right(one, old))
+    assert all(await load(one, old))
 
     def replace():
         for key in old[2:5]:
@@ -234,19 +206,17 @@ async def test_a_run_is_overwritten_by_other_chunks_while_it_is_read(tmp_path, k
         for key, chunk in zip(new, filled(new, SIZE), strict=True):
             assert two.store(key, chunk)
 
-    vfs.before(call, "slots", replace)
-    answers = await right(one, old)
+    vfs.on(f"{call}:slots:before", replace)
+    answers = await load(one, old)
     assert [bool(answer) for answer in answers] == [True] * 2 + [False] * 3 + [True] * 3
     assert not [name for name in one.counters() if "corrupt" in name]
     one._store.segments.refresh(0)
-    assert all(await right(one, new))
+    assert all(await load(one, new))
     await both_are_exact(one, two, tmp_path)
-    await one.close()
-    await two.close()
 
 
 async def test_another_process_stores_chunks_of_a_run_meanwhile(tmp_path):
-    vfs = Between()
+    vfs = BesideVfs()
     one, two = two_on(tmp_path, vfs, 128)
     keys = keys_of(8)
     assert all(await write(one, keys_of(1, "first")))
@@ -256,33 +226,29 @@ async def test_another_process_stores_chunks_of_a_run_meanwhile(tmp_path):
             assert two.store(key, chunk)
         one._store.segments.refresh(0)
 
-    vfs.before("pwritev", "slots", store)
+    vfs.on("pwritev:slots:before", store)
     assert all(await write(one, keys))
-    assert all(await right(one, keys))
+    assert all(await load(one, keys))
     two._store.segments.refresh(0)
-    assert all(await right(two, keys))
+    assert all(await load(two, keys))
     await both_are_exact(one, two, tmp_path)
     assert chunk_bytes(tmp_path) == 9 * ON_DISK
-    await one.close()
-    await two.close()
 
 
 async def test_another_process_marks_a_chunk_as_damaged_while_uses_are_noted(tmp_path):
-    vfs = Between()
+    vfs = BesideVfs()
     one, two = two_on(tmp_path, vfs, 128)
     keys = keys_of(8)
     assert all(await write(one, keys))
     two._store.segments.refresh(0)
-    assert all(await right(two, keys))
-    assert all(await right(one, keys))
-    vfs.before("lock_part", "table", lambda: two.delete(keys[4]))
+    assert all(await load(two, keys))
+    assert all(await load(one, keys))
+    vfs.on("lock_part:table:before", lambda: two.delete(keys[4]))
     one._store.record_use()
-    answers = await right(one, keys)
+    answers = await load(one, keys)
     assert [bool(answer) for answer in answers] == [True] * 4 + [False] + [True] * 3
     assert not [name for name in one.counters() if "corrupt" in name]
     await both_are_exact(one, two, tmp_path)
-    await one.close()
-    await two.close()
 
 
 async def test_evicting_for_a_run_takes_no_tenant_below_its_share(tmp_path):
@@ -295,7 +261,7 @@ async def test_evicting_for_a_run_takes_no_tenant_below_its_share(tmp_path):
             assert all(await backend.write(part, chunks, tenants))
     assert sum(map(backend.holds, large)) == 64
     assert sum(map(backend.holds, small)) == 56
-    assert all(await right(backend, new))
+    assert all(await load(backend, new))
     await is_exact(backend, tmp_path)
 
 
@@ -357,7 +323,7 @@ async def test_a_run_of_which_the_table_takes_a_part_is_taken_back(tmp_path, ste
     assert used == {"mark": 2, "publish": 9, "claim": 128}[step]
     assert not known & {*keys}
     await is_exact(backend, tmp_path)
-    assert all(await right(backend, keys))
+    assert all(await load(backend, keys))
 
 
 async def test_chunks_in_slots_of_two_processes_are_runs_as_well(tmp_path):
@@ -367,12 +333,10 @@ async def test_chunks_in_slots_of_two_processes_are_runs_as_well(tmp_path):
     assert all(await write(one, mine))
     assert all(await write(two, others))
     one._store.segments.refresh(0)
-    assert all(await right(one, [*mine, *others]))
+    assert all(await load(one, [*mine, *others]))
     vfs.seen["table"] = 0
     one._store.record_use()
     assert vfs.seen["table"] <= 1 + len(others)  # those of the other process one by one
-    await one.close()
-    await two.close()
 
 
 async def test_a_policy_that_raises_among_victims_keeps_all_evictable(tmp_path, monkeypatch):

@@ -6,11 +6,7 @@ import shutil
 
 from disk_parts import ON_DISK, SIZE, chunk_bytes, open_disk, write
 
-from kvoffload.backends.disk.paths import (
-    LEDGER,
-    QUARANTINE,
-    SNAPSHOT,
-)
+from kvoffload.backends.disk.paths import LEDGER, QUARANTINE, SNAPSHOT
 from kvoffload.backends.disk.scanner import Scanner
 from kvoffload.testing.backends import keys_of, slots
 from tests.support.vfs import FailingVfs, HookedVfs, kind_of
@@ -30,7 +26,6 @@ async def test_a_link_in_place_of_one_shard_hides_no_other(tmp_path):
     next((tmp_path / "store").glob(f"*/{SNAPSHOT}")).unlink()
     backend = open_disk(tmp_path / "store")
     assert {key.hex() for key in keys if not backend.holds(key)} == lost
-    await backend.close()
 
 
 async def test_a_full_scan_counts_the_files_in_the_quarantine(tmp_path):

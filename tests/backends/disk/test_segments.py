@@ -13,6 +13,7 @@ from disk_parts import (
     chunk_bytes,
     flip_chunk,
     full,
+    load,
     open_disk,
     table_of,
     until,
@@ -28,11 +29,10 @@ from kvoffload.backends.disk.paths import QUARANTINE
 from kvoffload.backends.disk.scanner import Scanner
 from kvoffload.backends.disk.segment import Segment
 from kvoffload.backends.disk.vfs import Vfs
-from kvoffload.testing import payload_of
 from kvoffload.testing.backends import filled, keys_of, slots
 from tests.support.disk_chunks import stored_in
 from tests.support.older_engine import older_engine
-from tests.support.vfs import FailingVfs, HookedVfs, kind_of
+from tests.support.vfs import BesideVfs, FailingVfs, kind_of
 
 STATE_AT = 16
 """In an entry of 64 bytes; the first entry is behind a head of 64."""
@@ -55,15 +55,6 @@ def files(root):
     return {path.name for path in root.glob("*/??/*")}
 
 
-async def check(backend, keys):
-    """Read keys; return which were hits, all of them with the right bytes."""
-    into = slots(len(keys), SIZE)
-    answers = await backend.read(keys, into)
-    for key, slot, good in zip(keys, into, answers, strict=True):
-        assert not good or bytes(slot) == payload_of(key, SIZE)
-    return [bool(each) for each in answers]
-
-
 async def test_chunks_of_both_forms_are_hits_and_leave_in_one_order(tmp_path):
     old, new = keys_of(4, "old"), keys_of(4, "new")
     backend = open_disk(tmp_path, **full(6), policy="lru")
@@ -72,16 +63,15 @@ async def test_chunks_of_both_forms_are_hits_and_leave_in_one_order(tmp_path):
     backend = open_segments(tmp_path, **full(6), policy="lru")
     for key in new:
         assert await write(backend, [key]) == [True]
-    assert sum(await check(backend, old)) == len(files(tmp_path)) == 2
-    assert await check(backend, new) == [True] * 4
+    assert (await load(backend, old)).count(True) == len(files(tmp_path)) == 2
+    assert await load(backend, new) == [True] * 4
     assert backend.usage().resident_bytes == chunk_bytes(tmp_path) == 6 * ON_DISK
     assert slot_blocks(tmp_path) == 4 * ON_DISK
     await backend.close()
     backend = open_disk(tmp_path, **full(6), policy="lru")  # and back
     assert await write(backend, keys_of(1, "last")) == [True]
-    assert sum(await check(backend, [*old, *new])) == 5
+    assert (await load(backend, [*old, *new])).count(True) == 5
     assert backend.usage().resident_bytes == chunk_bytes(tmp_path) == 6 * ON_DISK
-    await backend.close()
 
 
 async def test_an_evicted_chunk_is_overwritten_in_its_slot(tmp_path):
@@ -150,9 +140,8 @@ async def test_a_process_takes_over_a_segment_that_no_process_has_locked(tmp_pat
     every = [*keys_of(3, "one"), *keys_of(3, "two"), *keys_of(3, "more")]
     assert await write(backend, every[6:]) == [True] * 3
     assert len(tables(tmp_path)) == 2
-    assert await check(backend, every) == [True] * 9
+    assert await load(backend, every) == [True] * 9
     assert backend.usage().resident_bytes == chunk_bytes(tmp_path) == 9 * ON_DISK
-    await backend.close()
 
 
 async def test_a_restart_reads_and_counts_slots_without_numpy(tmp_path, monkeypatch):
@@ -162,9 +151,8 @@ async def test_a_restart_reads_and_counts_slots_without_numpy(tmp_path, monkeypa
     await backend.close()
     monkeypatch.setitem(sys.modules, "numpy", None)
     backend = open_segments(tmp_path)
-    assert await check(backend, keys) == [True] * 3
+    assert await load(backend, keys) == [True] * 3
     assert [each.chunks for each in backend._store.segments.held()] == [3]
-    await backend.close()
 
 
 async def test_the_slots_of_another_process_are_freed_and_used_again(tmp_path):
@@ -174,16 +162,14 @@ async def test_the_slots_of_another_process_are_freed_and_used_again(tmp_path):
     new = keys_of(2, "new")
     assert await until(lambda: evicting._store.index.has_victims)
     assert await write(evicting, new) == [True] * 2
-    assert sum(await check(other, keys_of(4))) == 2
+    assert (await load(other, keys_of(4))).count(True) == 2
     assert not any(reason.startswith("corrupt") for reason in other.counters())
     assert slot_blocks(tmp_path) == 4 * ON_DISK
     await evicting.remove(new)
     assert await until(lambda: chunk_bytes(tmp_path) == 2 * ON_DISK)
     assert await write(other, keys_of(2, "more")) == [True] * 2
-    assert await check(other, keys_of(2, "more")) == [True] * 2
+    assert await load(other, keys_of(2, "more")) == [True] * 2
     assert slot_blocks(tmp_path) == evicting._store.root.quota.refresh() == 4 * ON_DISK
-    for backend in (other, evicting):
-        await backend.close()
 
 
 def set_state(path, slot, state):
@@ -199,9 +185,8 @@ async def test_what_a_dead_process_was_writing_is_freed(tmp_path):
     await backend.close()
     set_state(*tables(tmp_path), slot=1, state=255)
     backend = open_segments(tmp_path)
-    assert sum(await check(backend, keys)) == 3
+    assert (await load(backend, keys)).count(True) == 3
     assert slot_blocks(tmp_path) == backend.usage().resident_bytes == 3 * ON_DISK
-    await backend.close()
 
 
 async def test_a_slot_that_cannot_be_freed_stays_counted_until_it_is(tmp_path):
@@ -222,7 +207,7 @@ async def test_a_slot_that_cannot_be_freed_stays_counted_until_it_is(tmp_path):
     vfs.heal()
     assert await until(lambda: backend._store.root.quota.refresh() == ON_DISK)
     assert await write(backend, [three]) == [True]
-    assert await check(backend, [one, two, three]) == [True, False, True]
+    assert await load(backend, [one, two, three]) == [True, False, True]
     assert slot_blocks(tmp_path) == chunk_bytes(tmp_path) == 2 * ON_DISK
 
 
@@ -263,16 +248,15 @@ async def test_damage_of_any_kind_is_a_miss_and_can_be_stored_again(tmp_path, ki
     damage, reason = DAMAGE[kind]
     damage(table, table.with_suffix(".slots"), keys[0])
     backend = open_segments(tmp_path)
-    assert (await check(backend, keys))[0] is False
+    assert not (await load(backend, keys))[0]
     assert backend.counters()[reason] >= 1
     assert await write(backend, keys) == [True] * 2
-    assert await check(backend, keys) == [True] * 2
+    assert await load(backend, keys) == [True] * 2
     await backend.close()
     backend = open_segments(tmp_path)
-    assert await check(backend, keys) == [True] * 2
+    assert await load(backend, keys) == [True] * 2
     set_aside = sum(path.stat().st_blocks * 512 for path in (tmp_path / QUARANTINE).iterdir())
     assert backend.usage().resident_bytes == chunk_bytes(tmp_path) + set_aside
-    await backend.close()
 
 
 @pytest.mark.parametrize("by_next_process", [False, True])
@@ -288,13 +272,12 @@ async def test_a_chunk_whose_bytes_were_lost_gives_its_room_back_at_its_first_lo
     lost.wipe()  # as a power loss leaves it
     if by_next_process:
         backend = open_segments(tmp_path)
-    assert await check(backend, keys) == [True, False, True]
+    assert await load(backend, keys) == [True, False, True]
     assert not backend.holds(keys[1])
     assert backend._store.root.quota.refresh() == chunk_bytes(tmp_path) == 2 * ON_DISK
     assert slot_blocks(tmp_path) == 2 * ON_DISK
     assert await write(backend, keys) == [True] * 3
-    assert await check(backend, keys) == [True] * 3
-    await backend.close()
+    assert await load(backend, keys) == [True] * 3
 
 
 async def test_a_use_counts_in_the_next_process_and_an_unused_chunk_expires(tmp_path):
@@ -306,13 +289,12 @@ async def test_a_use_counts_in_the_next_process_and_an_unused_chunk_expires(tmp_
     for slot in range(2):
         edit(table, 64 + 64 * slot, (time.time_ns() - int(59e9)).to_bytes(8, "little"))
     backend = open_segments(tmp_path, ttl_s=60)
-    assert await check(backend, [one]) == [True]
+    assert await load(backend, [one]) == [True]
     backend._store.record_use()
     assert await until(lambda: not backend.holds(two))
     assert await until(lambda: backend.counters().get("expired") == 1)
-    assert await check(backend, [one, two]) == [True, False]
+    assert await load(backend, [one, two]) == [True, False]
     assert slot_blocks(tmp_path) == ON_DISK
-    await backend.close()
 
 
 async def test_commands_see_verify_and_remove_chunks_in_slots(tmp_path):
@@ -336,9 +318,8 @@ async def test_commands_see_verify_and_remove_chunks_in_slots(tmp_path):
     assert len(found.namespaces()) == 1
     found.close()
     backend = open_segments(tmp_path, "a")
-    assert await check(backend, keys_of(3, "a")) == [True, False, True]
+    assert await load(backend, keys_of(3, "a")) == [True, False, True]
     assert slot_blocks(tmp_path) == backend.usage().resident_bytes == 2 * ON_DISK
-    await backend.close()
 
 
 async def test_a_purged_namespace_leaves_no_segment(tmp_path):
@@ -363,23 +344,11 @@ async def test_a_removed_root_is_an_empty_root(tmp_path):
     assert await backend.read(keys, slots(3, SIZE)) == [ReadResult.MISSING] * 3
     assert await write(backend, keys) == [True] * 3
     assert len(tables(tmp_path / "kv")) == 1
-    assert await check(backend, keys) == [True] * 3
-
-
-class Beside(HookedVfs):
-    """Does something once, before the next call that frees the blocks of a slot."""
-
-    act = None
-
-    def around(self, call, path, perform):
-        if call == "punch" and self.act is not None:
-            act, self.act = self.act, None
-            act()
-        return super().around(call, path, perform)
+    assert await load(backend, keys) == [True] * 3
 
 
 async def test_a_slot_that_another_process_is_freeing_is_not_used_yet(tmp_path):
-    vfs = Beside()
+    vfs = BesideVfs()
     evicting, other = open_segments(tmp_path, vfs=vfs), open_segments(tmp_path)
     old, (new, later) = keys_of(3), keys_of(2, "new")
 
@@ -389,20 +358,18 @@ async def test_a_slot_that_another_process_is_freeing_is_not_used_yet(tmp_path):
 
     assert await write(other, old) == [True] * 3
     evicting._store.segments.refresh(0)
-    vfs.act = store_meanwhile
+    vfs.on("punch:slots:before", store_meanwhile)
     await evicting.remove(old[1:2])
-    assert vfs.act is None
-    assert await check(other, [*old, new]) == [True, False, True, True]
+    assert not vfs.acts
+    assert await load(other, [*old, new]) == [True, False, True, True]
     other._store.segments.refresh(0)
     assert await write(other, [later]) == [True]  # in the slot that is free now
     assert slot_blocks(tmp_path) == chunk_bytes(tmp_path) == 4 * ON_DISK
     assert tables(tmp_path)[0].stat().st_size == 64 + 4 * 64
-    for backend in (other, evicting):
-        await backend.close()
 
 
 async def test_a_slot_that_a_process_died_freeing_is_used_again(tmp_path, monkeypatch):
-    vfs = Beside()
+    vfs = BesideVfs()
     evicting, other = open_segments(tmp_path, vfs=vfs), open_segments(tmp_path)
     one, two = keys_of(2)
 
@@ -412,15 +379,13 @@ async def test_a_slot_that_a_process_died_freeing_is_used_again(tmp_path, monkey
     assert await write(other, [one]) == [True]
     evicting._store.segments.refresh(0)
     segment, slot, _ = evicting._store.segments.find(name_of(0, one))
-    vfs.act = die
+    vfs.on("punch:slots:before", die)
     with pytest.raises(KeyboardInterrupt):
         evicting._store.segments.free(segment, slot)
     monkeypatch.setattr("kvoffload.backends.disk.segments._ABANDONED_S", 0)
     assert await until(lambda: chunk_bytes(tmp_path) == 0)
     assert await write(other, [two]) == [True]
     assert tables(tmp_path)[0].stat().st_size == 64 + 64
-    for backend in (other, evicting):
-        await backend.close()
 
 
 async def test_a_segment_removed_meanwhile_is_not_taken_over(tmp_path, monkeypatch):
@@ -439,7 +404,6 @@ async def test_a_segment_removed_meanwhile_is_not_taken_over(tmp_path, monkeypat
     for key in keys:
         assert await write(backend, [key]) == [True]
     assert set(table_of(*tables(tmp_path))) == set(keys)
-    await backend.close()
 
 
 async def test_a_late_reader_of_a_removed_segment_leaves_no_file(tmp_path):
@@ -448,7 +412,7 @@ async def test_a_late_reader_of_a_removed_segment_leaves_no_file(tmp_path):
     two._store.segments.refresh(0)
     await one.remove(keys_of(1))
     await one.close()
-    assert await check(two, keys_of(1)) == [False]
+    assert await load(two, keys_of(1)) == [False]
     assert list(tmp_path.glob("*/segments/*")) == []
 
 
@@ -468,9 +432,8 @@ async def test_something_else_in_place_of_a_table_stops_no_store(tmp_path, kind)
     backend, new = open_segments(tmp_path), keys_of(2, "new")
     assert await write(backend, new) == [True] * 2
     assert backend._housekeeper._scanner.scan(full=True)
-    assert await check(backend, [*keys_of(1), *new]) == [True] * 3
+    assert await load(backend, [*keys_of(1), *new]) == [True] * 3
     assert backend.counters() == {"corrupt_header": 1}
-    await backend.close()
 
 
 async def test_a_table_that_cannot_be_read_stops_no_store(tmp_path):
@@ -485,8 +448,7 @@ async def test_a_table_that_cannot_be_read_stops_no_store(tmp_path):
     vfs = FailingVfs(1, errno.EIO, sticky=True, when=is_old)
     backend = open_segments(tmp_path, vfs=vfs)
     assert await write(backend, keys_of(2, "new")) == [True] * 2
-    assert await check(backend, keys_of(2, "new")) == [True] * 2
-    await backend.close()
+    assert await load(backend, keys_of(2, "new")) == [True] * 2
 
 
 async def test_a_table_grows_while_it_is_listed(tmp_path):
@@ -533,9 +495,7 @@ async def test_a_chunk_that_two_processes_stored_is_found_again_when_one_copy_le
     assert not one.holds(key)
     Scanner(one._store).scan(full=True)
     assert one.holds(key)
-    assert await check(one, [key]) == [True]
-    for backend in (one, two):
-        await backend.close()
+    assert await load(one, [key]) == [True]
 
 
 async def test_a_start_has_the_order_of_the_uses_in_all_segments(tmp_path):
@@ -554,4 +514,3 @@ async def test_a_start_has_the_order_of_the_uses_in_all_segments(tmp_path):
     uses = [backend._store.used_ns(name_of(0, key)) for key in in_order]
     assert uses == sorted(uses)
     assert [name[2:] for name in backend._store.index.victims(6)] == in_order
-    await backend.close()

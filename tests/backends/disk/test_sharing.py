@@ -144,8 +144,6 @@ async def test_a_file_removed_under_a_reader_stays_whole_for_it(tmp_path):
     assert not any(reason.startswith("corrupt") for reason in two.counters())
     assert reads > 0
     assert one.usage().resident_bytes == 0
-    for backend in (one, two):
-        await backend.close()
 
 
 async def test_folders_of_namespaces_long_empty_are_removed_by_the_owner(tmp_path):

@@ -62,7 +62,6 @@ async def test_chunks_of_an_earlier_start_count_for_no_tenant_and_are_spared_by_
     backend = open_disk(tmp_path, tenant_share=0.5, **FULL)
     await flood(backend)
     assert sum(await backend.contains(kept)) == len(kept)
-    await backend.close()
 
 
 async def test_what_leaves_or_is_not_stored_counts_no_longer(tmp_path):

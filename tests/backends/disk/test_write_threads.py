@@ -37,7 +37,6 @@ async def test_so_many_chunks_are_written_at_once(tmp_path, chunk_bytes, setting
     assert vfs.stuck == writers
     vfs.release()
     assert await storing == [True] * 6
-    await backend.close()
 
 
 async def test_two_large_writes_that_hang_are_a_dead_device(tmp_path):
@@ -47,4 +46,3 @@ async def test_two_large_writes_that_hang_are_a_dead_device(tmp_path):
     assert await until(lambda: backend.counters().get("write_stalled") == 2)
     vfs.release()
     assert sum(await storing) == 4
-    await backend.close()

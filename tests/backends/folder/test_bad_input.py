@@ -7,7 +7,8 @@ import shutil
 import sys
 
 import pytest
-from folder_parts import ON_DISK, load, open_folder, path_of, store, store_at_last, until
+from disk_parts import ON_DISK, load, until
+from folder_parts import open_folder, path_of, store, store_at_last
 
 from kvoffload import open_backend
 from kvoffload.backends.folder import upkeep
@@ -200,7 +201,6 @@ async def test_records_that_are_folders_or_foreign_break_nothing(tmp_path, caplo
         assert await until(lambda: backend.usage().gauges["evictor"])
     assert await until(lambda: (backend.usage().resident_bytes or 0) >= 2 * ON_DISK)
     assert await store_at_last(backend, keys_of(1, "now"))
-    await backend.close()
 
 
 async def test_a_root_that_is_emptied_is_an_empty_root(tmp_path, fast):

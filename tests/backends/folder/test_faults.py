@@ -12,7 +12,8 @@ import time
 from types import SimpleNamespace
 
 import pytest
-from folder_parts import ON_DISK, SIZE, load, open_folder, path_of, store, stored_bytes, until
+from disk_parts import ON_DISK, SIZE, load, until
+from folder_parts import open_folder, path_of, store, stored_bytes
 
 from kvoffload.backends import log_rate
 from kvoffload.backends.base import ReadResult
@@ -121,7 +122,6 @@ async def test_a_lookup_that_the_mount_fails_is_a_miss_with_a_reason(tmp_path):
     backend = open_folder(tmp_path / "share", vfs=vfs)
     assert await backend.contains(keys) == [False] * 3
     assert backend.counters()["lookup_io_ESTALE"] == 3
-    await backend.close()
 
 
 async def test_a_hung_mount_is_given_up_by_the_deadline_and_threads_are_bounded(tmp_path, caplog):

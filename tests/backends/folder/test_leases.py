@@ -7,15 +7,8 @@ import time
 from collections import Counter
 
 import pytest
-from folder_parts import (
-    ON_DISK,
-    open_folder,
-    path_of,
-    store,
-    store_at_last,
-    stored_bytes,
-    until,
-)
+from disk_parts import ON_DISK, until
+from folder_parts import open_folder, path_of, store, store_at_last, stored_bytes
 
 from kvoffload.backends.folder import clock, evictor, upkeep
 from kvoffload.backends.folder.places import HOSTS, LEASE, record_of
@@ -73,8 +66,6 @@ async def test_a_process_whose_record_was_removed_as_it_wrote_it_says_why(tmp_pa
     assert [text for text in told if "took this one for dead" in text and "hung" in text]
     assert not [text for text in told if "housekeeping failed" in text]
     assert "housekeeping_failed" not in one.counters()
-    await one.close()
-    await two.close()
 
 
 @pytest.mark.parametrize("error", [errno.ESTALE, errno.EIO, errno.EACCES], ids=errno.errorcode.get)

@@ -9,7 +9,8 @@ import threading
 import time
 
 import pytest
-from folder_parts import SIZE, load, open_folder, store, until
+from disk_parts import SIZE, load, until
+from folder_parts import open_folder, store
 
 from kvoffload.backends.folder import doctor
 from kvoffload.backends.folder.admin import FolderAdmin

@@ -7,7 +7,8 @@ from collections import Counter
 from types import SimpleNamespace
 
 import pytest
-from folder_parts import SIZE, load, new_evictor, open_folder, store, store_at_last, until
+from disk_parts import SIZE, load, until
+from folder_parts import new_evictor, open_folder, store, store_at_last
 
 from kvoffload.backends.disk.paths import SHARDS
 from kvoffload.backends.folder import known, upkeep

@@ -10,7 +10,8 @@ import time
 
 import pytest
 from disk_commands import kvoffload
-from folder_parts import ON_DISK, SIZE, load, new_evictor, open_folder, path_of, store
+from disk_parts import ON_DISK, SIZE, load
+from folder_parts import new_evictor, open_folder, path_of, store
 
 from kvoffload import open_backend
 from kvoffload.backends.admin import Check, Garbage

@@ -8,18 +8,8 @@ import time
 
 import msgspec
 import pytest
-from folder_parts import (
-    ON_DISK,
-    SIZE,
-    load,
-    new_evictor,
-    open_folder,
-    path_of,
-    store,
-    store_at_last,
-    stored_bytes,
-    until,
-)
+from disk_parts import ON_DISK, SIZE, load, until
+from folder_parts import new_evictor, open_folder, path_of, store, store_at_last, stored_bytes
 
 from kvoffload.backends.disk.vfs import Vfs
 from kvoffload.backends.folder import clock, scan, upkeep, waiting_writes
@@ -44,7 +34,6 @@ async def test_bursts_of_two_hosts_into_a_small_full_store_find_room(mounts):
     await asyncio.gather(work(0), work(1))
     assert min(stored) > 0.9 * 8 * 32
     assert 0.8 * capacity < most <= 1.02 * capacity
-    await asyncio.gather(*(host.close() for host in hosts))
 
 
 @pytest.mark.parametrize(("chunks", "hosts"), [(5, 1), (20, 1), (12, 2)])
@@ -56,7 +45,6 @@ async def test_each_host_of_a_folder_of_few_chunks_has_room_for_one_again(tmp_pa
         for host, backend in enumerate(backends):
             assert await store_at_last(backend, keys_of(1, f"{host}-{number}"))
         assert stored_bytes(root) <= capacity
-    await asyncio.gather(*(backend.close() for backend in backends))
 
 
 async def test_a_write_that_waits_for_room_holds_up_no_load_and_no_end(tmp_path):
@@ -174,8 +162,6 @@ async def test_a_listing_counts_another_hosts_chunk_whose_store_failed_here_mean
     go.set()
     assert await until(lambda: evictor.scans > scans)
     assert backend.usage().resident_bytes == stored_bytes(tmp_path / "share") == ON_DISK
-    await backend.close()
-    await other.close()
 
 
 async def test_a_process_removes_what_it_could_not_remove_after_a_failed_store(tmp_path):
@@ -213,7 +199,6 @@ async def test_of_two_writes_that_see_the_same_room_the_second_waits_on(tmp_path
         assert await until(lambda n=number: sum(each.done() for each in waiting) == n)
     assert await asyncio.gather(*waiting) == [[True]] * 8
     assert "refused_full" not in backend.counters()
-    await backend.close()
 
 
 async def test_a_chunk_that_is_there_waits_for_no_room(tmp_path, monkeypatch):
@@ -221,7 +206,6 @@ async def test_a_chunk_that_is_there_waits_for_no_room(tmp_path, monkeypatch):
     async with asyncio.timeout(60):
         assert await store(backend, keys_of(2)) == [True, True]
     assert backend.counters()["write_present"] == 2
-    await backend.close()
 
 
 async def test_a_chunk_that_is_there_does_not_wait_behind_a_new_one(tmp_path, monkeypatch):
@@ -251,7 +235,6 @@ async def test_a_write_waits_for_no_room_where_the_record_of_its_process_is_old(
     async with asyncio.timeout(60):
         assert await store(backend, keys_of(2, "new")) == [False, False]
     assert backend.counters()["refused_full"] == 2
-    await backend.close()
 
 
 async def test_a_write_waits_for_no_room_where_all_threads_hang(tmp_path, monkeypatch):
@@ -260,7 +243,6 @@ async def test_a_write_waits_for_no_room_where_all_threads_hang(tmp_path, monkey
     async with asyncio.timeout(60):
         assert await store(backend, keys_of(2, "new")) == [False, False]
     assert backend.counters()["write_stalled"] == 2
-    await backend.close()
 
 
 async def test_an_idle_evictor_hears_soon_of_a_process_that_stores(tmp_path, monkeypatch):

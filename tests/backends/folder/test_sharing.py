@@ -6,17 +6,8 @@ import time
 from itertools import count
 
 import pytest
-from folder_parts import (
-    ON_DISK,
-    SIZE,
-    load,
-    open_folder,
-    path_of,
-    store,
-    store_at_last,
-    stored_bytes,
-    until,
-)
+from disk_parts import ON_DISK, SIZE, load, until
+from folder_parts import open_folder, path_of, store, store_at_last, stored_bytes
 
 from kvoffload.backends.folder import known, upkeep
 from kvoffload.backends.folder.places import LEASE
@@ -138,7 +129,6 @@ async def test_an_evictor_that_closes_hands_over_at_once(mounts):
     assert await until(lambda: two.usage().gauges["evictor"] == 1, 5)
     assert two.usage().resident_bytes == 10 * ON_DISK  # as the lease told, without a scan
     assert two._housekeeper._evictor.scans == 0
-    await two.close()
 
 
 async def test_a_root_without_a_usable_lease_is_counted_again(mounts):

@@ -8,15 +8,8 @@ import time
 from collections import Counter
 
 import pytest
-from folder_parts import (
-    ON_DISK,
-    new_evictor,
-    open_folder,
-    path_of,
-    store,
-    store_at_last,
-    stored_bytes,
-)
+from disk_parts import ON_DISK
+from folder_parts import new_evictor, open_folder, path_of, store, store_at_last, stored_bytes
 
 from kvoffload import open_backend
 from kvoffload.backends.folder import scan, upkeep
