@@ -9,11 +9,7 @@ import pytest
 from until import until  # noqa: F401
 
 from kvoffload import memory_limits, registry
-from kvoffload.messages import (
-    CanonicalKVCacheRef,
-    CanonicalKVCaches,
-    CanonicalKVCacheTensor,
-)
+from kvoffload.messages import CanonicalKVCacheRef, CanonicalKVCaches, CanonicalKVCacheTensor
 from tests.support.kernel_files import KernelFiles
 from tests.support.planned_store import installed
 from tests.support.preloaded import Preloaded

@@ -31,14 +31,7 @@ from kvoffload.backends.verification import Verification
 from kvoffload.config import parse_config
 from kvoffload.errors import ConfigError
 from kvoffload.registry import read_options
-from kvoffload.testing.backends import (
-    CHUNK_BYTES,
-    filled,
-    keys_of,
-    payload_of,
-    slots,
-    wrong_bytes,
-)
+from kvoffload.testing.backends import CHUNK_BYTES, filled, keys_of, payload_of, slots, wrong_bytes
 
 KEY, NAMESPACE = keys_of(1)[0], namespace_digest("one")
 OLD, NEW = "0123456789abcdef" * 4, "fedcba9876543210" * 4

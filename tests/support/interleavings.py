@@ -15,11 +15,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from kvoffload.messages import (
-    CanonicalKVCacheRef,
-    CanonicalKVCaches,
-    CanonicalKVCacheTensor,
-)
+from kvoffload.messages import CanonicalKVCacheRef, CanonicalKVCaches, CanonicalKVCacheTensor
 from kvoffload.transfer.base import Copier, CopyFence
 from kvoffload.transfer.layout import ChunkLayout
 from kvoffload.transfer.slab import Slab

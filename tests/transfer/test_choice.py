@@ -9,11 +9,7 @@ from cuda_stand_in import install
 
 from kvoffload import LocalConnector
 from kvoffload.errors import ConfigError
-from kvoffload.messages import (
-    CanonicalKVCacheRef,
-    CanonicalKVCaches,
-    CanonicalKVCacheTensor,
-)
+from kvoffload.messages import CanonicalKVCacheRef, CanonicalKVCaches, CanonicalKVCacheTensor
 from kvoffload.transfer import factory
 from kvoffload.transfer.factory import make_copier
 from kvoffload.transfer.layout import ChunkLayout

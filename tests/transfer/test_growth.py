@@ -12,11 +12,7 @@ import pytest
 from kvoffload.transfer.cpu.copier import CpuCopier
 from kvoffload.transfer.cuda.stream_copier import StreamCopier
 from tests.support.fence_ends import ends
-from tests.support.interleavings import (
-    NUM_BLOCKS,
-    NUM_SLOTS,
-    small_parts,
-)
+from tests.support.interleavings import NUM_BLOCKS, NUM_SLOTS, small_parts
 from tests.support.late_device import LateDevice
 from tests.support.moves import move, moves_of
 

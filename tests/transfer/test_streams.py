@@ -13,13 +13,7 @@ from kvoffload.transfer.cuda.direction import Direction
 from kvoffload.transfer.cuda.stream_copier import Launcher, StreamCopier
 from kvoffload.transfer.slab import Slab
 from tests.support.fence_ends import ends
-from tests.support.interleavings import (
-    NUM_SLOTS,
-    Interleaving,
-    small_caches,
-    small_parts,
-    words,
-)
+from tests.support.interleavings import NUM_SLOTS, Interleaving, small_caches, small_parts, words
 from tests.support.late_device import LateDevice
 from tests.support.moves import move, moves_of
 

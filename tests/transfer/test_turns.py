@@ -10,12 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvoffload import open_backend
-from kvoffload.messages import (
-    CPULoadStoreSpec,
-    Fetch,
-    GPULoadStoreSpec,
-    make_offload_key,
-)
+from kvoffload.messages import CPULoadStoreSpec, Fetch, GPULoadStoreSpec, make_offload_key
 from kvoffload.transfer.cuda.stream_copier import StreamCopier
 from kvoffload.transfer.engine import TransferEngine
 from kvoffload.transfer.tier_load import portions
