@@ -10,7 +10,6 @@ import disk_parts
 import pytest
 
 from tests.support.moto import moto_server
-from tests.support.small_engine import SmallEngine
 
 SECRET = "0123456789abcdef" * 4
 
@@ -71,6 +70,8 @@ def clock(monkeypatch):
 @pytest.fixture
 def engine(new_kv_caches, new_request):
     """Makes engines over tiers; they are closed after the test."""
+    from tests.support.small_engine import SmallEngine  # it imports torch
+
     made = []
 
     def make(*backends, seed=1, **settings):
