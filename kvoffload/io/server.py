@@ -358,8 +358,7 @@ class Session:
         # The engine waits for a first word of each store.
         if store.index is not None:
             self.send(store.changes() or PresenceChanges(store.name, [], [], False))
-        if figures := store.figures():
-            self.send(figures)
+        self._tell_figures_of(store)
         self._spawn_telling(greet(store, wanted.facts))
         if not wanted.number:  # a renewal begins without chunks, as it should
             self._spawn_telling(explain_cold_start(store, wanted))
@@ -391,8 +390,8 @@ class Session:
             for start in range(0, len(held), KEYS_PER_MESSAGE):
                 added = held[start : start + KEYS_PER_MESSAGE]
                 self.send(PresenceChanges(store.name, added, [], False))
-        if not self._jobs.calls and (figures := store.figures()):
-            self.send(figures)
+        if not self._jobs.calls:
+            self._tell_figures_of(store)
 
     async def _ask(self, message: Ask) -> None:
         store = self._stores.get(message.tier)
@@ -428,9 +427,8 @@ class Session:
         late_s = 0.0
         while True:
             if not self._is_clogged:
-                for figures in [store.figures() for store in self._stores.values()]:
-                    if figures is not None:
-                        self.send(figures)
+                for store in list(self._stores.values()):
+                    self._tell_figures_of(store)
                 self.send(Alive(late_s))
             due_s = self.loop.time() + FIGURES_S
             await asyncio.sleep(FIGURES_S)
@@ -450,6 +448,10 @@ class Session:
         for start in range(0, len(removals), KEYS_PER_MESSAGE):
             self.send(Removed(store.name, removals[start : start + KEYS_PER_MESSAGE]))
         return changes is not None and len(changes.added) + len(changes.removed) == KEYS_PER_MESSAGE
+
+    def _tell_figures_of(self, store: OpenStore) -> None:
+        if figures := store.figures():
+            self.send(figures)
 
     # ---- the end ----
 

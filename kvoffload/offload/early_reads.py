@@ -177,8 +177,7 @@ class EarlyReads:
         )
         self._kept_bytes[tier.name] += num_bytes
         self._promises.keeps_early(tier.name, num_bytes)
-        self._jobs[job.id] = job
-        self._jobs.begun.append(job)
+        self._jobs.begin(job)
 
     def ended(
         self, job: EarlyRead, ok: Sequence[bool], settled: bool, arrived: Collection[OffloadKey]

@@ -39,6 +39,11 @@ class JobsInFlight(dict[int, Job]):
         self.begun: list[WriteJob | EarlyRead] = []
         """Those of the manager's own account, since they were last taken."""
 
+    def begin(self, job: WriteJob | EarlyRead) -> None:
+        """Note a job that the manager has begun on its own account."""
+        self[job.id] = job
+        self.begun.append(job)
+
     def take_parts(
         self, kind: type[J], keys: Iterable[OffloadKey], req_context: ReqContext | None
     ) -> Iterator[J]:

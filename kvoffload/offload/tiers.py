@@ -188,8 +188,7 @@ class WriteThrough:
             transfer = WriteJob(
                 job_id, target.keys, source, (source, target), name, tier, num_bytes
             )
-            self._jobs[job_id] = transfer
-            self._jobs.begun.append(transfer)
+            self._jobs.begin(transfer)
 
     def _drop(self, tier: Tier, keys: Sequence[OffloadKey]) -> None:
         for key in keys:

@@ -37,14 +37,15 @@ class KeptOrder:
         self.normal.add(keys)
 
     def add(self, keys: Sequence[bytes]) -> None:
-        normal = [*filterfalse(self._claims.__contains__, keys)] if self._claims else keys
-        if normal:
+        if normal := self._unclaimed(keys):
             self.normal.add(normal)
         self.num_kept += len(keys) - len(normal)
 
+    def _unclaimed(self, keys: Sequence[bytes]) -> Sequence[bytes]:
+        return [*filterfalse(self._claims.__contains__, keys)] if self._claims else keys
+
     def remove(self, keys: Sequence[bytes]) -> None:
-        normal = [*filterfalse(self._claims.__contains__, keys)] if self._claims else keys
-        if normal:
+        if normal := self._unclaimed(keys):
             self.normal.remove(normal)
         self.num_kept -= len(keys) - len(normal)
 
