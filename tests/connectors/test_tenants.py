@@ -69,7 +69,7 @@ def test_the_chunks_of_one_tenant_are_erased_and_no_other(connect, salted, tier,
     assert answered("gc", *words, "--tenant", "salt of nobody")["removed"] == 0
     report = answered("gc", *words, "--tenant", "salt of A")
     assert (report["removed"], report["kept"], report["unknown"]) == (5, 10, 5)
-    connector = connect(settings, tenants=True)
+    connector = connect(settings, tenants=True, lookup_timeout_s=60)
     # A snapshot of the root names its chunks until the start's scan has ended.
     assert until(lambda: hits(connector, salted("one", "again one")) == 0)
     assert [hits(connector, salted(name, f"again {name}")) for name in ("two", "three")] == [5, 5]
