@@ -40,6 +40,8 @@ def settings_of(seed, root):
         "backends": rng.choice(tiers),
     }
     blocks = rng.choice([40, 70, 150])
+    if kind == "sliding":  # its two groups of layers share them
+        blocks = max(blocks, 70)
     options = {
         "num_gpu_blocks_override": 2 * blocks if kind == "mla" else blocks,  # half as long
         "max_num_seqs": rng.choice([1, 4, 16]),
