@@ -10,14 +10,19 @@ from itertools import count, groupby
 from kvoffload.connectors.local import LocalConnector
 from tests.support.random_model.cache import UNIT
 
-LOAD_S = 20.0
-"""A load that takes longer hangs."""
+LOAD_S, PAUSE_S = 20.0, 1.0
+"""A load that takes longer hangs, but for times in which nothing polls."""
 VOCABULARY = 50
+MODELS = ("random", "other")
 
 
-def changeable(draw, keeps):
-    """Settings that an engine may have others of at its next start, over the same tiers."""
+def changeable(draw, keeps, most_blocks):
+    """Settings that an engine may have others of at its next start, over the same tiers.
+
+    Chunks of fewer blocks are smaller: host memory and the tiers have room for more of them.
+    """
     return {
+        "blocks_per_chunk": draw.choice([n for n in (1, 2, 4) if n <= most_blocks]),
         "policy": draw.choice(("lru", "handicap", "arc")),
         "store_threshold": draw.choice((1, 1, 2)) if keeps else 1,
         "promote": draw.random() < 0.7,
@@ -95,6 +100,7 @@ class ModelEngine:
         self.memory = memory
         self.kind = memory.kind
         self.settings = settings
+        self._most_blocks = settings["blocks_per_chunk"]
         self.counts = Counter()
         self._free = list(range(1, memory.num_blocks))  # block 0 stands for none
         self._cached = OrderedDict()
@@ -103,6 +109,7 @@ class ModelEngine:
         """Name of an ended request that a load still writes for → its blocks."""
         self.waiting, self.running, self.loading = [], [], {}
         self._names = 0
+        self._polled_s = time.monotonic()
         self.start()
 
     # ---- the life of the connector ----
@@ -125,7 +132,7 @@ class ModelEngine:
     def restart(self, timeout_s):
         """Close with whatever is in flight; nothing is written any more then. Begin again.
 
-        It may be with other settings, and with the tiers in another order.
+        It may be with other weights or settings, and with the tiers in another order.
         """
         for request in [*self.waiting, *self.running, *self.loading.values()]:
             request.state = "gone"
@@ -139,7 +146,9 @@ class ModelEngine:
         self._cached.clear()
         self._free = list(range(1, self.memory.num_blocks))
         if self.draw.random() < 0.5:
-            self.settings |= changeable(self.draw, bool(self.settings["cpu_bytes"]))
+            keeps = bool(self.settings["cpu_bytes"])
+            self.settings |= changeable(self.draw, keeps, self._most_blocks)
+            self.model = self.draw.choice(MODELS)
             self.draw.shuffle(self.settings.get("backends", []))
         self.start()
 
@@ -221,8 +230,11 @@ class ModelEngine:
             self._put_back(blocks)
 
     def _end_loads(self):
-        now_s = time.monotonic()
+        now_s, since_s = time.monotonic(), self._polled_s
+        self._polled_s = now_s
         for request in self.loading.values():
+            if now_s > since_s + PAUSE_S:  # another engine started again meanwhile
+                request.begun_s += now_s - since_s
             assert now_s - request.begun_s < LOAD_S, f"the load of {request.request_id} hangs"
         for outcome in self.connector.poll():
             name = outcome.request_id

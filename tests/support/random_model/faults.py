@@ -27,9 +27,10 @@ class Faults:
         roots: folders of the tiers.
         server: of the Redis tier; None if there is none.
         host: the server of the host that the engine attaches to; None if there is none.
+        pages: an engine of pages; None if there is none.
     """
 
-    def __init__(self, draw, engines, control, roots, server, host=None):
+    def __init__(self, draw, engines, control, roots, server, host=None, pages=None):
         self._draw = draw
         self._engines = engines
         self._engine = engines[0]
@@ -38,6 +39,7 @@ class Faults:
         self._roots = roots
         self._server = server
         self._host = host
+        self._pages = pages
         self.key_files = []
         """Of tiers that encrypt."""
         self.are_files_touched = False
@@ -68,6 +70,9 @@ class Faults:
         if self._host is not None:
             kinds += [self.kill_host, self.stop_host, self.reload_host, self.join]
             weights += [3, 2, 1, 2]
+        if self._pages is not None:
+            kinds += [self._pages.update_weights, self.restart_pages]
+            weights += [2, 0.5]
         for fault in self._draw.choices(kinds, weights, k=self._draw.choice((1, 1, 2, 4))):
             self.log.append(fault.__name__)
             self._engine = self._draw.choice(self._engines)
@@ -329,9 +334,13 @@ class Faults:
         self.heal()  # an engine that starts on a broken device is told so
         self._engine.restart(self._draw.choice((0.0, 0.5, 3.0)))
 
+    def restart_pages(self):
+        self.heal()
+        self._pages.restart()
+
     def cut(self):
         """Break the connection to the I/O server, maybe in the midst of a message."""
-        link = self._engine.connector._spec.io._link
+        link = self._io()._link
         with link.lock, contextlib.suppress(OSError):
             if link.is_up:
                 if not link._out and self._draw.random() < 0.5:
@@ -351,9 +360,15 @@ class Faults:
                 os.kill(pid, signal.SIGSTOP)
         self._heal_at_s = time.monotonic() + self._draw.choice((0.2, 3.0))
 
+    def _io(self):
+        """The client of the struck engine, or that of the engine of pages."""
+        if self._pages is not None and self._draw.random() < 0.3:
+            return self._pages.store._client
+        return self._engine.connector._spec.io
+
     def _pids(self):
         """The I/O process, if it is one and runs."""
-        client = self._engine.connector._spec.io
+        client = self._io()
         return [client._peer.pid] if client._link.is_up and hasattr(client._peer, "pid") else []
 
 

@@ -31,6 +31,7 @@ from kvoffload import registry
 from kvoffload.backends.base import Spares
 from kvoffload.backends.changes import ChangedKeys
 from kvoffload.backends.disk.backend import DiskBackend, DiskOptions
+from kvoffload.backends.disk.cached_files import CachedFiles
 from kvoffload.policies.lru import LRUPolicy
 from kvoffload.transfer import factory
 from kvoffload.transfer.cpu.copier import CpuCopier
@@ -342,18 +343,21 @@ class Moody(LRUPolicy):
 
 class RoughOptions(DiskOptions, frozen=True, forbid_unknown_fields=True, kw_only=True):
     control: str
+    form: str = "slots"
 
 
 class Rough(DiskBackend):
     """The disk tier on such a device."""
 
-    Options = RoughOptions
+    Options, reader = RoughOptions, CachedFiles
     opened: ClassVar = weakref.WeakSet()
     """Those of this process."""
 
     def __init__(self, options, namespace):
         Moody.control = control = Control(options.control)
         super().__init__(options, namespace, vfs=RoughVfs(control))
+        if options.form == "files":
+            self._store.why_no_slots = "the model wants files"
         self.opened.add(self)
 
 

@@ -10,6 +10,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -24,8 +25,9 @@ from tests.support import redis_server
 from tests.support.host_server import ROOT, HostServer
 from tests.support.random_model import hostile, sums
 from tests.support.random_model.cache import KINDS, Memory
-from tests.support.random_model.engine import VOCABULARY, ModelEngine, changeable
+from tests.support.random_model.engine import MODELS, VOCABULARY, ModelEngine, changeable
 from tests.support.random_model.faults import Faults, new_key, write_keys
+from tests.support.random_model.pages import PageEngine
 from tests.support.service_manager import ServiceManager
 
 STRIKES_A_SECOND = 5
@@ -72,7 +74,9 @@ class Model:
         self.engine = ModelEngine(draw, self.memory, self.settings)
         """The one that the model looks at."""
         self.engines = [self.engine, *self._others()]
-        self.faults = Faults(draw, self.engines, self.control, self.roots, self.server, self.host)
+        self.pages = PageEngine(draw, self.settings) if draw.random() < 0.4 else None
+        struck = self.engines, self.control, self.roots, self.server, self.host, self.pages
+        self.faults = Faults(draw, *struck)
         self.faults.key_files += self.key_files
         self.held = sums.Held()
         self.compared_while_struck = 0
@@ -95,23 +99,22 @@ class Model:
             **draw.choice(({}, {"tenants": True, "tenant_share": draw.choice((0.3, 0.6, 1.0))})),
             "cpu_bytes": host_bytes if keeps else 0,
             "staging_bytes": host_bytes,
+            **changeable(draw, keeps, per_chunk),
             "blocks_per_chunk": per_chunk,
-            **changeable(draw, keeps),
-            "client_hints": ["tiers", "session", "returns", "returns_in_s"],
             "io": draw.choice(("thread", "process")),
+            "client_hints": ["tiers", "session", "returns", "returns_in_s"],
             "lookup_timeout_s": 0.3,
             "load_timeout_s": 0.6,
             "store_timeout_s": 0.6,
         }
 
     def _others(self):
-        """Attach engines of the same model, and of another one, to the server of the host."""
-        others = []
-        for model in self.draw.choice((["random"], ["other"], ["random", "other"], [])):
-            if self.host is not None:
-                memory = Memory(self.memory.kind, self.memory.num_blocks)
-                settings = self.settings | changeable(self.draw, bool(self.settings["cpu_bytes"]))
-                others.append(ModelEngine(self.draw, memory, settings, model))
+        """Start engines of the same model, and of another one, on the same server or tiers."""
+        draw, keeps, others = self.draw, bool(self.settings["cpu_bytes"]), []
+        for model in draw.choice(([], [], MODELS[:1], MODELS[1:], MODELS)):
+            memory = Memory(self.memory.kind, self.memory.num_blocks)
+            settings = self.settings | changeable(draw, keeps, self.settings["blocks_per_chunk"])
+            others.append(ModelEngine(draw, memory, settings, model))
         return others
 
     def _serve(self, folder, chunk_bytes, tiers):
@@ -163,6 +166,7 @@ class Model:
                 capacity = num_chunks * (chunk_bytes + 8192)
                 self.capacities[root] = capacity
                 tier |= {"capacity": capacity, "min_free": 0, "stall_s": draw.choice((0.3, 2.0))}
+                tier["form"] = draw.choice(("slots", "files"))
                 tier["durability"] = draw.choice(("none", "none", "fsync"))
                 tier["io"] = draw.choice(("auto", "direct", "buffered"))
                 tier["policy"] = draw.choice(("moody", "lru", "handicap"))
@@ -189,6 +193,8 @@ class Model:
         while self._goes_on(until_s):
             self.engine = self.draw.choice(self.engines)
             before = self._compared()
+            if self.pages is not None:
+                self.pages.begin()
             if self.draw.random() < 0.5:
                 self._endure()
             else:
@@ -197,6 +203,8 @@ class Model:
             self._tell()
             self.compared_while_struck += self._compared() - before
             self.faults.end()
+            if self.pages is not None:
+                self.pages.end()
             self.rest()
         self.close()
 
@@ -286,7 +294,8 @@ class Model:
         Jobs in flight, the store's own queue and a clogged link may come between.
         """
         engine, draw = self.engine, self.draw
-        if not (told := self.folder / "hostile" / "told").exists() or self.host is not None:
+        told, others = self.folder / "hostile" / "told", [*self.engines[1:], self.pages]
+        if not told.exists() or any(others):
             return
         self.faults.log.append("tell")
         self.faults.heal()
@@ -340,6 +349,8 @@ class Model:
             for engine in self.engines:
                 self.engine = engine
                 step()
+        if self.pages is not None:
+            self._let_pages_rest()
         self.held.check()
         self._check_tiers()
 
@@ -350,8 +361,20 @@ class Model:
     def _serve_again(self):
         client = self.engine.connector._spec.io
         self._await(lambda: not client._is_opening, "a tier stays closed")
-        self._await(self._stores_and_loads, "a tier stores nothing or loads nothing", STORES_S)
+        for tier in self.engine.connector._spec.tiers.values():
+            self._await(
+                partial(self._stores_and_loads_on, tier),
+                partial("{0.name} stores or loads nothing: {0.usage} {0.counters}".format, tier),
+                STORES_S,
+            )
         sums.await_quiet(self.engine)
+
+    def _let_pages_rest(self):
+        pages = self.pages
+        self._await(lambda: not pages.left(), pages.left)
+        self._await(pages.stores_and_loads, "pages are not stored or not loaded", STORES_S)
+        self._await(lambda: not pages.left(), pages.left)
+        pages.check()
 
     def _finish_all(self):
         """End all requests; on a busy machine that takes as long as one ends after the other."""
@@ -364,14 +387,11 @@ class Model:
             assert time.monotonic() < until_s, f"{left} requests do not end"
         assert engine.connector.flush(sums.REST_S), "transfers do not end"
 
-    def _stores_and_loads(self):
-        """Return whether each tier takes a new prompt of its own, and some of it comes back.
-
-        Through little memory not each chunk gets to each tier.
-        """
-        return all(map(self._stores_and_loads_on, self.engine.connector._spec.tiers.values()))
-
     def _stores_and_loads_on(self, tier):
+        """Return whether a tier takes a new prompt of its own, and some of it comes back.
+
+        Through little memory not each chunk gets to it.
+        """
         prompt, connector = self._tokens(40), self.engine.connector
         for _ in range(self.engine.settings["store_threshold"]):
             request = self.engine.add(prompt, tiers=[tier.name])
@@ -420,8 +440,12 @@ class Model:
 
     def close(self):
         """Close in the midst of work: nothing is written then, and nothing of it is left."""
+        if self.pages is not None:
+            self.pages.begin()
         self._be_struck(time.monotonic() + 0.2)
         self.faults.end()
+        if self.pages is not None:
+            self.pages.close()
         before = []
         for engine in self.engines:
             engine.connector.close(self.draw.choice((0.0, 3.0)))
@@ -454,6 +478,9 @@ def run(seed, seconds, folder, monkeypatch):
         error.add_note(f"seed {seed}: {model.kind}, {model.settings}")
         told = [(engine.model, dict(engine.counts)) for engine in model.engines]
         error.add_note(f"last faults: {model.faults.log[-12:]}; {told}")
+        if model.pages is not None:
+            error.add_note(f"pages: {model.pages.counts}, {model.pages._settings}")
+            model.pages.store.close()
         error.add_note(f"again: python -m tests.support.random_model.model {seed} {seconds:g}")
         for engine in model.engines:
             engine.connector.close(0.0)
@@ -476,7 +503,8 @@ def main():
         model = run(seed, seconds, Path(folder), patched)
         took_s = time.monotonic() - began_s
     assert model.compared_while_struck, "no loaded chunk was compared while faults struck"
-    counts = sum((engine.counts for engine in model.engines), Counter())
+    pages = [model.pages] if model.pages is not None else []
+    counts = sum((engine.counts for engine in [*model.engines, *pages]), Counter())
     print(f"seed {seed}: {len(model.engines)} of {model.kind}, {took_s:.1f} s, {dict(counts)}")
 
 

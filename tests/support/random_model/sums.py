@@ -23,7 +23,7 @@ REST_S = 20.0
 """A model that is not at rest after so long has lost something."""
 FOLDER_THREADS = 2
 """Of a folder tier, for chunks, and as many for lookups."""
-_FOLDER_THREADS = {
+_LATE_THREADS = {"kvoffload-redis-slots"} | {
     f"kvoffload-folder-{which}{number}"
     for which in ("", "lookup-")
     for number in range(FOLDER_THREADS)
@@ -163,8 +163,9 @@ def _largest(job):
 class Held:
     """Descriptors, threads and children of this process: never more than at the first rest.
 
-    A store opens the files of segments that appear: of each one twice, and of all a bounded number.
-    A folder tier starts each of its threads for calls when so many calls are first made at once.
+    Each store opens the files of segments that appear: each twice, and of all a bounded number.
+    A folder tier starts each of its threads for calls when so many calls are first made at once,
+    and one of Redis asks who has which keys when a server first fails.
     """
 
     def __init__(self):
@@ -178,7 +179,7 @@ class Held:
             if self._first is None:
                 self._first, self._names = now, _names()
             is_bounded = all(a <= b for a, b in zip(now, self._first, strict=True))
-            if is_bounded and _are_few(_in_segments()) and _are_once(_for_calls()):
+            if is_bounded and _are_few(_in_segments()) and _are_once_a_server(_late_threads()):
                 return
             assert time.monotonic() < until_s, f"{now} {_names()} after {self._first} {self._names}"
             time.sleep(0.05)
@@ -186,13 +187,17 @@ class Held:
     def _now(self):
         gc.collect()  # what was closed may be part of a cycle, and hold a mapping
         me = psutil.Process()
-        num_threads = me.num_threads() - len(_for_calls())
+        num_threads = me.num_threads() - len(_late_threads())
         return me.num_fds() - len(_in_segments()), num_threads, len(me.children())
 
 
-def _for_calls():
-    """The threads that folder tiers have started so far for their calls."""
-    return [thread.name for thread in threading.enumerate() if thread.name in _FOLDER_THREADS]
+def _late_threads():
+    return [thread.name for thread in threading.enumerate() if thread.name in _LATE_THREADS]
+
+
+def _num_servers():
+    """The I/O servers of this process: each has one store of a tier."""
+    return sum(thread.name == "kvoffload-io" for thread in threading.enumerate())
 
 
 def _in_segments():
@@ -200,13 +205,13 @@ def _in_segments():
 
 
 def _are_few(in_segments):
-    roots = Counter(name.rsplit("/", 3)[0] for name in in_segments)
-    each = max(Counter(in_segments).values(), default=0)
-    return each <= 2 and max(roots.values(), default=0) <= MOST_KEPT + MOST_SIZES
+    roots, stores = Counter(name.rsplit("/", 3)[0] for name in in_segments), _num_servers()
+    each, of_root = max(Counter(in_segments).values(), default=0), max(roots.values(), default=0)
+    return each <= 2 * stores and of_root <= stores * (MOST_KEPT + MOST_SIZES)
 
 
-def _are_once(names):
-    return len({*names}) == len(names)
+def _are_once_a_server(names):
+    return max(Counter(names).values(), default=0) <= _num_servers()
 
 
 def _names():
