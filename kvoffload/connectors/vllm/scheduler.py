@@ -157,6 +157,8 @@ class KVOffloadScheduler(OffloadingConnectorScheduler):  # type: ignore[misc]  #
             self._queue(status)
 
     def _queue(self, status: Any, was_preempted: bool = False) -> None:
+        if status.req.skip_reading_prefix_cache:
+            return  # as prompts whose logprobs are asked for: they are computed whole
         wished = self.adapter.hints(status.req_context).max_load_tokens
         if status.max_load_tokens != 0 and wished != 0:
             list_keys = partial(self._list_keys, status)

@@ -34,6 +34,7 @@ def asked(half, params, name="r"):
         cache_salt=None,
         mm_features=[],
         lora_request=None,
+        skip_reading_prefix_cache=False,
     )
     calls = 0
 

@@ -259,6 +259,18 @@ def test_a_request_with_images_or_another_wish_keeps_nothing(alone):
     assert manager_of(rig).waiting.requests.get(wish.request_id) is None
 
 
+def test_a_request_that_reads_no_cache_keeps_nothing(alone):
+    """Prompts whose logprobs are asked for are computed whole, as those of some pooling models."""
+    rig = filled(alone, 7 * CHUNKS)
+    rig.add(prompt(0), 8)
+    whole = rig.add(prompt(1), 8)
+    half = rig.scheduler.connector.connector_scheduler
+    half.adapter.request_admitted(whole.request_id)
+    whole.skip_reading_prefix_cache = True
+    half.on_new_request(whole)
+    assert manager_of(rig).waiting.requests.get(whole.request_id) is None
+
+
 def test_stores_are_told_when_sessions_return(alone):
     hints = ["session", "returns_in_s"]
     rig = alone(7 * CHUNKS, disk=True, client_hints=hints)

@@ -389,6 +389,7 @@ def test_requests_that_came_before_the_workers_are_queued_once_there_is_a_manage
         request = types.SimpleNamespace(
             is_finished=lambda name=name: name == "ended",
             num_computed_tokens=16 * (name == "running"),
+            skip_reading_prefix_cache=False,
         )
         half._req_status[name] = types.SimpleNamespace(
             req=request, req_context=ReqContext(name), max_load_tokens=None
