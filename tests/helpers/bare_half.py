@@ -39,4 +39,5 @@ def bare_half(**settings):
     half._due, half._req_status, half._block_id_to_pending_jobs = DueRequests(CONFIG), {}, {}
     half._current_batch_load_jobs, half._current_batch_jobs_to_flush = {}, set()
     half._current_batch_allocated_block_ids = set()
+    half._chunks_being_loaded = set()
     return half

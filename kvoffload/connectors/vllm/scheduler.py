@@ -276,8 +276,10 @@ class KVOffloadScheduler(OffloadingConnectorScheduler):  # type: ignore[misc]  #
         if since_s is None or status.transfer_jobs or time.monotonic() - since_s < limit_s:
             return False
         # Another request's load of its chunks ends by itself when none come; the time begins then.
+        # One from host memory as well: vLLM's first step may take longer than all these limits.
         keys = [key for group in status.group_states for key in group.offload_keys]
-        if self.adapter.manager.is_fetching(keys):
+        is_loading = not (self._chunks_being_loaded or set()).isdisjoint(keys)
+        if is_loading or self.adapter.manager.is_fetching(keys):
             status.deferred_lookup_start_time = time.monotonic()
             return False
         self._maybe_observe_lookup_async_delay(status)
