@@ -179,8 +179,10 @@ def test_the_manifest_for_kubernetes(monkeypatch, tmp_path):
     """The image's entry point is ``vllm serve``: the arguments begin with the model."""
     text = (EXAMPLES.parent / "kubernetes" / "vllm.yaml").read_text()
     config, deployment, *_ = yaml.safe_load_all(text)
-    arguments = deployment["spec"]["template"]["spec"]["containers"][0]["args"]
+    pod = deployment["spec"]["template"]["spec"]
+    arguments = pod["containers"][0]["args"]
     assert parse(arguments).model_tag == "Qwen/Qwen3-8B"
+    assert 0 < parse(arguments).shutdown_timeout < pod["terminationGracePeriodSeconds"]
     (tmp_path / "kvoffload.json").write_text(config["data"]["kvoffload.json"])
     monkeypatch.setenv("KVOFFLOAD_CONFIG", str(tmp_path / "kvoffload.json"))
     settings = settings_of(arguments)
