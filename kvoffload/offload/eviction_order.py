@@ -102,6 +102,6 @@ class EvictionOrder:
     def _put_outside(self, order: Policy) -> None:
         """Let an order be the outermost but for what is kept."""
         if self._kept is not None:
-            self._kept.wrap(order)
+            self._kept.normal = order
         else:
             self.policy = order

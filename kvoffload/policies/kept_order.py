@@ -17,14 +17,10 @@ class KeptOrder:
     """
 
     def __init__(self, normal: Policy, claims: Collection[bytes]) -> None:
+        self.normal = normal
         self._claims = claims
-        self.wrap(normal)
         self.num_kept = 0
         """Claimed keys that would be in the wrapped order without the claim."""
-
-    def wrap(self, normal: Policy) -> None:
-        """Let another policy, which has the same keys, order those without a claim."""
-        self.normal, self.touch, self.victims = normal, normal.touch, normal.victims
 
     def keep(self, keys: Sequence[bytes]) -> None:
         """Take keys that get a claim out of the wrapped order."""
@@ -44,10 +40,16 @@ class KeptOrder:
     def _unclaimed(self, keys: Sequence[bytes]) -> Sequence[bytes]:
         return [*filterfalse(self._claims.__contains__, keys)] if self._claims else keys
 
+    def touch(self, keys: Sequence[bytes]) -> None:
+        self.normal.touch(keys)
+
     def remove(self, keys: Sequence[bytes]) -> None:
         if normal := self._unclaimed(keys):
             self.normal.remove(normal)
         self.num_kept -= len(keys) - len(normal)
+
+    def victims(self, count: int) -> Sequence[bytes]:
+        return self.normal.victims(count)
 
     def clear(self) -> None:
         self.normal.clear()

@@ -282,7 +282,7 @@ class Index:
     def _expect(self, order: KeptOrder, told: ToldReturn) -> None:
         if self._returns is None:
             self._returns = ReturnOrder(order.normal, self._entries, self._hint_share)
-            order.wrap(self._returns)
+            order.normal = self._returns
         told.apply(self._returns)
 
     def put_back(self, name: Name) -> None:

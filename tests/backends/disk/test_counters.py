@@ -55,7 +55,7 @@ def reasons():
         if isinstance(call.func, ast.Name) and call.func.id == "Outcome":
             yield from (text for text in texts(call.args[0]) if text and "*" not in text)
     code = ast.parse((CODE.parent / "header.py").read_text())
-    parsers = ("parse_header", "check_chunk", "mismatch")
+    parsers = ("parse_header", "check_sum", "mismatch")
     named = [each for each in code.body if isinstance(each, ast.FunctionDef)]
     for node in chain.from_iterable(ast.walk(each) for each in named if each.name in parsers):
         if isinstance(node, ast.Return) and node.value is not None:
