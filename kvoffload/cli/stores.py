@@ -44,11 +44,13 @@ def run_on(
         ConfigError: the target or a setting is wrong; nothing was opened.
         typer.Exit: with code 1 when the store cannot be reached; the reason is printed.
     """
+    given = _parsed(settings or [])
+    path = given.get("root") if target is None else target
     try:
-        if target is not None:
-            look_at(target)
+        if path is not None and command != "doctor":  # which finds it itself, and says more
+            look_at(str(path))
         kind, options = _chosen(target, kind)
-        for name, value in _parsed(settings or []).items():
+        for name, value in given.items():
             if name in options:
                 raise ConfigError(name, value, "the target is given already")
             options[name] = value

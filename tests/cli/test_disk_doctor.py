@@ -255,12 +255,19 @@ def test_a_mount_that_hangs_is_a_finding_of_each_tier_on_it(tmp_path, monkeypatc
         assert "has not answered for 1 s" in each["reachable"]["detail"]
 
 
-@pytest.mark.parametrize("command", ["inspect", "verify", "gc", "top"])
-def test_other_commands_say_that_a_mount_hangs_and_end(tmp_path, command):
+@pytest.mark.parametrize(
+    "words",
+    [
+        *(f"{command} {{}}" for command in ("inspect", "verify", "gc", "top")),
+        *(f"{command} --type=disk -o root={{}}" for command in ("inspect", "verify", "gc")),
+        "inspect --type=folder -o root={}",
+    ],
+)
+def test_other_commands_say_that_a_mount_hangs_and_end(tmp_path, words):
     program = f"from kvoffload.backends import admin; admin.HUNG_S = 1.0; {PROGRAM}"
     with hung_mount(tmp_path):
-        words = [sys.executable, "-c", program, command, str(tmp_path / "kv")]
-        done = subprocess.run(words, capture_output=True, text=True, timeout=60, check=False)
+        given = [sys.executable, "-c", program, *words.format(tmp_path / "kv").split()]
+        done = subprocess.run(given, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 1
     assert done.stderr == f"kvoffload: {tmp_path}/kv has not answered for 1 s\n"
 
