@@ -228,6 +228,7 @@ async def test_another_process_stores_chunks_of_a_run_meanwhile(tmp_path):
 
     vfs.on("pwritev:slots:before", store)
     assert all(await write(one, keys))
+    assert not vfs.acts
     assert all(await load(one, keys))
     two._store.segments.refresh(0)
     assert all(await load(two, keys))
