@@ -111,6 +111,14 @@ REFUSED = {
 }
 
 
+@pytest.mark.parametrize("block_hash", ["text", bytes(4001)], ids=["text", "long"])
+def test_a_hash_that_no_message_takes_is_refused(connector, new_request, block_hash):
+    request = new_request("p", 33)
+    request.block_hashes[:] = [block_hash] * len(request.block_hashes)
+    with pytest.raises(UsageError, match=r"block_hashes = .*must be bytes, at most 4,000"):
+        connector.after_forward(request, [BLOCKS], 32)
+
+
 @pytest.mark.parametrize(("table", "told"), REFUSED.values(), ids=REFUSED)
 def test_a_wrong_table_is_refused_before_anything_is_counted(connector, new_request, table, told):
     request = new_request("p", 33)

@@ -16,6 +16,8 @@ from kvoffload.offload.base import LoadJob, OffloadKey, ReqContext, tenant_id
 
 MAX_REMEMBERED = 1024
 """Requests; more only if an engine never admits those again whose loads were short."""
+MOST_HASH_BYTES = 4000
+"""The I/O server takes no longer key: it ends the session of an engine that sends one."""
 
 
 class OffloadRequest(Protocol):
@@ -150,8 +152,11 @@ def _check(request: OffloadRequest) -> None:
     if not isinstance(request.request_id, str):
         raise wrong("request_id", request.request_id, "must be a text that no other request has")
     token_count("num_tokens", request.num_tokens)
-    if len(hashes) and not isinstance(hashes[0], bytes):
-        raise wrong("block_hashes", hashes[0], "must be bytes, as a SHA-256 of all tokens so far")
+    if not len(hashes):
+        return
+    if not isinstance(hashes[0], bytes) or len(hashes[0]) > MOST_HASH_BYTES:
+        remedy = f"must be bytes, at most {MOST_HASH_BYTES:,}, as a SHA-256 of all tokens so far"
+        raise wrong("block_hashes", hashes[0], remedy)
 
 
 class LoadBackoff:
