@@ -248,7 +248,22 @@ class StuckVfs(HookedVfs):
         return perform()
 
 
-class BesideVfs(HookedVfs):
+class PointsVfs(HookedVfs):
+    """Tells of the points ``<call>:<kind>:<before|after>``, see :func:`kind_of`."""
+
+    def around(self, call: str, path: str, perform: Callable[[], T]) -> T:
+        """Reach the point before the call, and the one after it."""
+        where = f"{call}:{kind_of(path)}"
+        self._reached(f"{where}:before")
+        result = perform()
+        self._reached(f"{where}:after")
+        return result
+
+    def _reached(self, point: str) -> None:
+        raise NotImplementedError
+
+
+class BesideVfs(PointsVfs):
     """Does something once, just before or after a call of some kind: as another process might."""
 
     def __init__(self) -> None:
@@ -256,16 +271,8 @@ class BesideVfs(HookedVfs):
         self.acts: dict[str, tuple[Callable[[], object], int | None]] = {}
 
     def on(self, point: str, act: Callable[[], object], thread: int | None = None) -> None:
-        """Do ``act`` at ``<call>:<kind>:<before|after>``, see :func:`kind_of`; on any thread."""
+        """Do ``act`` at a point; on any thread, or on one."""
         self.acts[point] = act, thread
-
-    def around(self, call: str, path: str, perform: Callable[[], T]) -> T:
-        """Act before the call, or after it."""
-        where = f"{call}:{kind_of(path)}"
-        self._reached(f"{where}:before")
-        result = perform()
-        self._reached(f"{where}:after")
-        return result
 
     def _reached(self, point: str) -> None:
         act, thread = self.acts.get(point, (None, None))
@@ -274,7 +281,7 @@ class BesideVfs(HookedVfs):
             act()
 
 
-class DeadlyVfs(HookedVfs):
+class DeadlyVfs(PointsVfs):
     """SIGKILL to this very process before, in the middle of, or after a call of some kind."""
 
     def __init__(self, point: str = "", nth: int = 1) -> None:
@@ -283,14 +290,6 @@ class DeadlyVfs(HookedVfs):
         self.point = point
         self.nth = nth
         self.seen: Counter[str] = Counter()
-
-    def around(self, call: str, path: str, perform: Callable[[], T]) -> T:
-        """Die at the point, at its n-th time."""
-        where = f"{call}:{kind_of(path)}"
-        self._reached(f"{where}:before")
-        result = perform()
-        self._reached(f"{where}:after")
-        return result
 
     def pwritev(self, fd: int, buffers: Buffers, offset: int) -> int:
         """Write; dying in the middle leaves half of the bytes."""

@@ -248,27 +248,26 @@ def test_a_death_of_the_io_process_in_the_queue_leaves_nothing(alone):
     at_rest(rig)
 
 
-def test_a_request_with_images_or_another_wish_keeps_nothing(alone):
-    rig = filled(alone, 7 * CHUNKS)
-    rig.add(prompt(0), 8)
-    wish = rig.add(prompt(1), 8)
-    half = rig.scheduler.connector.connector_scheduler
-    half.adapter.request_admitted(wish.request_id)
-    half.adapter.keep_out(wish.request_id)
-    half.on_new_request(wish)
-    assert manager_of(rig).waiting.requests.get(wish.request_id) is None
+def is_kept_out(half, request):
+    """As one with images, or with another wish."""
+    half.adapter.keep_out(request.request_id)
 
 
-def test_a_request_that_reads_no_cache_keeps_nothing(alone):
+def reads_no_cache(half, request):
     """Prompts whose logprobs are asked for are computed whole, as those of some pooling models."""
+    request.skip_reading_prefix_cache = True
+
+
+@pytest.mark.parametrize("become", [is_kept_out, reads_no_cache])
+def test_a_request_that_loads_nothing_keeps_nothing(alone, become):
     rig = filled(alone, 7 * CHUNKS)
     rig.add(prompt(0), 8)
-    whole = rig.add(prompt(1), 8)
+    request = rig.add(prompt(1), 8)
     half = rig.scheduler.connector.connector_scheduler
-    half.adapter.request_admitted(whole.request_id)
-    whole.skip_reading_prefix_cache = True
-    half.on_new_request(whole)
-    assert manager_of(rig).waiting.requests.get(whole.request_id) is None
+    half.adapter.request_admitted(request.request_id)
+    become(half, request)
+    half.on_new_request(request)
+    assert manager_of(rig).waiting.requests.get(request.request_id) is None
 
 
 def test_stores_are_told_when_sessions_return(alone):
