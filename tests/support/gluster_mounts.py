@@ -114,8 +114,10 @@ def volume_of(ports):
     parts = [_OF_BRICK.format(number=i, port=port) for i, port in enumerate(ports)]
     for kind in ("cluster/distribute", *_ABOVE):
         name = kind.partition("/")[2]
+        # Else files go to another brick where the machine's disk is nearly full.
+        option = "  option min-free-disk 0%\n" if name == "distribute" else ""
         parts.append(
-            f"\nvolume {name}\n  type {kind}\n  subvolumes {' '.join(names)}\nend-volume\n"
+            f"\nvolume {name}\n  type {kind}\n{option}  subvolumes {' '.join(names)}\nend-volume\n"
         )
         names = [name]
     return "".join(parts)
