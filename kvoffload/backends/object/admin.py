@@ -201,7 +201,8 @@ def _collect(operator: Operator, wanted: Garbage) -> Collected:
 
     _remove(operator, old(), wanted)
     if not wanted.dry_run:
-        told = (each.name for each in operator.listed(MANIFESTS) if each.modified_s <= oldest_s)
+        folder = MANIFESTS if tag is None else f"{MANIFESTS}/{tag}"
+        told = (each.name for each in operator.listed(folder) if each.modified_s <= oldest_s)
         operator.bucket.delete_all(told)
     return Collected.of_chunks(removed["chunks"], removed["nbytes"], wanted)
 

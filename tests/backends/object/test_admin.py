@@ -10,7 +10,7 @@ from disk_commands import answered
 
 from kvoffload import open_backend
 from kvoffload.backends.admin import Check, Garbage
-from kvoffload.backends.object.naming import chunk_name, namespace_tag
+from kvoffload.backends.object.naming import MANIFESTS, chunk_name, namespace_tag
 from kvoffload.errors import ConfigError
 from kvoffload.offload.base import tenant_id
 from kvoffload.testing.backends import filled, keys_of, slots
@@ -62,6 +62,19 @@ async def test_gc_removes_one_namespace_or_old_chunks(stores, options):
         await one.collect(Garbage(namespace="c" * 8))
     assert (await one.collect(Garbage(unused_s=0))).figures["removed"] == 3
     assert one._bucket.head("ab/foreign/object").nbytes == 1
+
+
+async def test_gc_of_a_namespaces_old_chunks_leaves_the_others_their_manifests(stores):
+    """Engines of the others would know nothing of what is stored, and compute it again."""
+    bucket, minute = stores[0]._bucket, "0000000001-" + "0" * 16
+    told = [f"{MANIFESTS}/{namespace_tag(each)}/{minute}" for each in NAMESPACES]
+    for name in told:
+        bucket.put(name, [b"00"], replace=True)
+    await stores[0].collect(Garbage(namespace="b" * 8, unused_s=0))
+    assert await chunks_of(stores[0]) == {NAMESPACES[0]: 3, NAMESPACES[1]: 0}
+    assert [each.name for each in bucket.list(MANIFESTS)] == told[:1]
+    await stores[0].collect(Garbage(unused_s=0))
+    assert not [*bucket.list(MANIFESTS)]
 
 
 @pytest.mark.parametrize("encrypted", [False, True])
