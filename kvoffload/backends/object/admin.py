@@ -120,7 +120,7 @@ class ObjectAdmin:
 
     async def erase(self, tenant: bytes, wanted: Garbage) -> Collected:
         """Remove the chunks of a tenant, after a read of each one's header."""
-        return await self._apart(_erase, tenant, wanted)
+        return await self._apart(_collect, wanted, tenant)
 
     async def verify(self, wanted: Check) -> Verified:
         """Read objects one by one."""
@@ -180,39 +180,50 @@ def _purge(operator: Operator, tags: Sequence[str]) -> int:
     return removed
 
 
-def _collect(operator: Operator, wanted: Garbage) -> Collected:
-    totals, tag = _totals(operator), None
+def _collect(operator: Operator, wanted: Garbage, tenant: bytes | None = None) -> Collected:
+    """Remove a namespace, or chunks by their age and by what their headers tell of a tenant."""
+    tag, age_s = None, wanted.unused_s
     if wanted.namespace is not None:
-        tag = _tag_of(operator, wanted.namespace, totals)
-    if tag is not None and wanted.unused_s is None:
-        total = totals[tag]
-        if not wanted.dry_run:
-            _purge(operator, [tag])
-        return Collected.of_chunks(total.chunks, total.nbytes, wanted)
-    age_s = operator.options.ttl_s if wanted.unused_s is None else wanted.unused_s
-    oldest_s = time.time() - age_s
-    removed: Counter[str] = Counter()
+        totals = _totals(operator)
+        known = {operator.facts(each)[0]: each for each in totals}
+        tag = known[named(wanted.namespace, known)]
+        if age_s is None and tenant is None:
+            if not wanted.dry_run:
+                _purge(operator, [tag])
+            return Collected.of_chunks(totals[tag].chunks, totals[tag].nbytes, wanted)
+    if age_s is None:
+        age_s = operator.options.ttl_s if tenant is None else -math.inf
+    oldest_s, total = time.time() - age_s, Counter[str]()
 
-    def old() -> Iterator[str]:
-        for each, _ in operator.chunks(tag):
-            if each.modified_s <= oldest_s:
-                removed.update(chunks=1, nbytes=each.nbytes)
+    def chosen() -> Iterator[str]:
+        old = (each for each, _ in operator.chunks(tag) if each.modified_s <= oldest_s)
+        judged: Iterable[tuple[Stored, bool | None]] = ((each, True) for each in old)
+        if tenant is not None:
+            judged = _judged(operator, old, tenant)
+        for each, is_meant in judged:
+            total["unknown"] += is_meant is None
+            if is_meant:
+                total.update(chunks=1, nbytes=each.nbytes)
                 yield each.name
 
-    _remove(operator, old(), wanted)
+    if wanted.dry_run:
+        deque(chosen(), maxlen=0)
+    else:
+        operator.bucket.delete_all(chosen())
+    removed = total["chunks"], total["nbytes"]
+    if tenant is not None:
+        return Collected.of_chunks(*removed, wanted, unknown=total["unknown"])
     if not wanted.dry_run:
         folder = MANIFESTS if tag is None else f"{MANIFESTS}/{tag}"
         told = (each.name for each in operator.listed(folder) if each.modified_s <= oldest_s)
         operator.bucket.delete_all(told)
-    return Collected.of_chunks(removed["chunks"], removed["nbytes"], wanted)
+    return Collected.of_chunks(*removed, wanted)
 
 
-def _erase(operator: Operator, tenant: bytes, wanted: Garbage) -> Collected:
-    tag = None
-    if wanted.namespace is not None:
-        tag = _tag_of(operator, wanted.namespace, _totals(operator))
-    oldest_s = math.inf if wanted.unused_s is None else time.time() - wanted.unused_s
-    total: Counter[str] = Counter()
+def _judged(
+    operator: Operator, chunks: Iterator[Stored], tenant: bytes
+) -> Iterator[tuple[Stored, bool | None]]:
+    """Yield each chunk, and whether it is the tenant's; None: its header does not tell it."""
 
     def verdict(stored: Stored) -> bool | None:
         operator.pause()
@@ -222,33 +233,9 @@ def _erase(operator: Operator, tenant: bytes, wanted: Garbage) -> Collected:
             return False
         return is_of(header, tenant, operator.cipher)
 
-    def theirs() -> Iterator[str]:
-        old = (each for each, _ in operator.chunks(tag) if each.modified_s <= oldest_s)
-        with ThreadPoolExecutor(_AT_ONCE) as pool:
-            while some := list(itertools.islice(old, _HEADERS_A_TURN)):
-                for each, is_theirs in zip(some, pool.map(verdict, some), strict=True):
-                    total["unknown"] += is_theirs is None
-                    if is_theirs:
-                        total.update(chunks=1, nbytes=each.nbytes)
-                        yield each.name
-
-    _remove(operator, theirs(), wanted)
-    removed, unknown = (total["chunks"], total["nbytes"]), total["unknown"]
-    return Collected.of_chunks(*removed, wanted, unknown=unknown)
-
-
-def _remove(operator: Operator, names: Iterator[str], wanted: Garbage) -> None:
-    """Remove objects as they are found, or find them alone."""
-    if wanted.dry_run:
-        deque(names, maxlen=0)
-    else:
-        operator.bucket.delete_all(names)
-
-
-def _tag_of(operator: Operator, namespace: str, tags: Iterable[str]) -> str:
-    """Return which of these parts in names is the namespace's."""
-    known = {operator.facts(each)[0]: each for each in tags}
-    return known[named(namespace, known)]
+    with ThreadPoolExecutor(_AT_ONCE) as pool:
+        while some := list(itertools.islice(chunks, _HEADERS_A_TURN)):
+            yield from zip(some, pool.map(verdict, some), strict=True)
 
 
 def _verify(operator: Operator, wanted: Check) -> Verified:
