@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from kvoffload.connectors.local.request_states import OffloadRequest
     from kvoffload.connectors.local.transfers import LoadOutcome
     from kvoffload.connectors.weights import folder_digest
-    from kvoffload.core.canonicalize import canonicalize_kv_caches
+    from kvoffload.core.tensors import canonicalize_kv_caches
     from kvoffload.errors import ConfigError, KVOffloadError, UsageError
     from kvoffload.identity import namespace
     from kvoffload.messages import (
@@ -60,7 +60,7 @@ _MODULES = {
     "connectors.local.transfers": ("LoadOutcome",),
     "connectors.local.request_states": ("OffloadRequest",),
     "connectors.weights": ("folder_digest",),
-    "core.canonicalize": ("canonicalize_kv_caches",),
+    "core.tensors": ("canonicalize_kv_caches",),
     "errors": ("ConfigError", "KVOffloadError", "UsageError"),
     "messages": (
         "CanonicalKVCacheRef", "CanonicalKVCacheTensor", "CanonicalKVCaches", "OffloadKey",
