@@ -26,7 +26,7 @@ from kvoffload.backends.admin import (
     named,
 )
 from kvoffload.backends.base import Usage
-from kvoffload.backends.header import COMPACT_BYTES, Header, parse_header
+from kvoffload.backends.header import COMPACT_BYTES, parse_header
 from kvoffload.backends.redis.connection import Address, Connection, Lost
 from kvoffload.backends.redis.discovery import masters
 from kvoffload.backends.redis.handshake import CommandRefused, connected, expect, info_of
@@ -172,7 +172,7 @@ class RedisAdmin:
 
     async def erase(self, tenant: bytes, wanted: Garbage) -> Collected:
         """Remove the chunks of a tenant, of one namespace or of all."""
-        return await self._apart(_erase, tenant, wanted)
+        return await self._apart(_collect, wanted, tenant)
 
     async def verify(self, wanted: Check) -> Verified:
         """Read values one by one, without a change of when they expire or are evicted."""
@@ -246,105 +246,83 @@ def _purge(operator: Operator, namespaces: Sequence[str]) -> int:
     return removed["values"]
 
 
-def _collect(operator: Operator, wanted: Garbage) -> Collected:
-    meant, total = None, Counter[str]()
+def _collect(operator: Operator, wanted: Garbage, tenant: bytes | None = None) -> Collected:
+    judge, front, total = _judge_of(operator, wanted, tenant), f"{PREFIX}:", Counter[str]()
     if wanted.namespace is not None:
         held = {each.namespace: each for each in _held(operator)}
         meant = held[named(wanted.namespace, held)]
-        total = Counter(chunks=meant.chunks, bytes=meant.stored_bytes)
-    if wanted.unused_s is not None:
-        name = meant and meant.namespace
-        total = _remove_unused(operator, wanted.unused_s, name, dry_run=wanted.dry_run)
-    elif meant is None:
+        front = namespace_prefix(meant.namespace)
+        if judge is None:
+            if not wanted.dry_run:
+                _purge(operator, [meant.namespace])
+            return Collected.of_chunks(meant.chunks, meant.stored_bytes, wanted, undated=0)
+    if judge is None:
         remedy = "name one, or give --older-than; chunks that are not used expire by themselves"
         raise ConfigError("namespace", None, remedy)
-    elif not wanted.dry_run:
-        _purge(operator, [meant.namespace])
-    undated = total["undated"]
-    why = (
-        f"; {undated} chunks stay: they live longer than ttl_s, so their age is unknown; give the "
-        "ttl_s of the engines with -o"
-    )
-    removed = total["chunks"], total["bytes"]
-    return Collected.of_chunks(*removed, wanted, why if undated else "", undated=undated)
-
-
-def _remove(
-    operator: Operator,
-    front: str,
-    choose: Callable[[Connection, list[bytes]], Sequence[bytes]],
-    *,
-    dry_run: bool,
-) -> Counter[str]:
-    """Remove the chosen chunks of those whose names begin so; count ``chunks`` and ``bytes``."""
-    total = Counter[str]()
 
     def remove(connection: Connection, names: list[bytes]) -> None:
-        chosen = choose(connection, [name for name in names if not is_info(name)])
+        stored = [name for name in names if not is_info(name)]
+        verdicts = judge(connection, stored)
+        chosen = list(compress(stored, verdicts))
         sizes = _of_each(connection, b"STRLEN", chosen)
-        removed = sizes if dry_run else _of_each(connection, b"UNLINK", chosen)
+        removed = sizes if wanted.dry_run else _of_each(connection, b"UNLINK", chosen)
         gone = [size or 0 for size, each in zip(sizes, removed, strict=True) if each]
-        total.update(chunks=len(gone), bytes=sum(gone))
+        total.update(chunks=len(gone), bytes=sum(gone), unsure=verdicts.count(None))
 
     operator.scan(front, remove)
-    return total
+    chunks, stored_bytes, unsure = total["chunks"], total["bytes"], total["unsure"]
+    if tenant is not None:
+        return Collected.of_chunks(chunks, stored_bytes, wanted, unknown=unsure)
+    why = (
+        f"; {unsure} chunks stay: they live longer than ttl_s, so their age is unknown; give the "
+        "ttl_s of the engines with -o"
+    )
+    return Collected.of_chunks(chunks, stored_bytes, wanted, why if unsure else "", undated=unsure)
 
 
-def _erase(operator: Operator, tenant: bytes, wanted: Garbage) -> Collected:
-    if wanted.unused_s is not None:
+def _judge_of(operator: Operator, wanted: Garbage, tenant: bytes | None) -> "Judge | None":
+    """Return what says which chunks are meant; None: all of them are."""
+    age_s, ttl_s = wanted.unused_s, operator.access.options.ttl_s
+    if tenant is not None:
+        if age_s is None:
+            return partial(_are_of, tenant, operator.cipher)
         remedy = "goes without --tenant on Redis, where chunks that are not used expire"
-        raise ConfigError("older-than", f"{wanted.unused_s:g} s", remedy)
-    front, unknown = f"{PREFIX}:", 0
-    if wanted.namespace is not None:
-        held = {each.namespace for each in _held(operator)}
-        front = namespace_prefix(named(wanted.namespace, held))
-
-    def of_tenant(connection: Connection, names: list[bytes]) -> list[bytes]:
-        nonlocal unknown
-        headers = _headers(connection, names)
-        verdicts = [is_of(header, tenant, operator.cipher) for header in headers]
-        unknown += verdicts.count(None)
-        return list(compress(names, verdicts))
-
-    total = _remove(operator, front, of_tenant, dry_run=wanted.dry_run)
-    return Collected.of_chunks(total["chunks"], total["bytes"], wanted, unknown=unknown)
-
-
-def _headers(connection: Connection, names: Sequence[bytes]) -> list[Header | str]:
-    """Return the header of each value, or why there is none."""
-    end = b"%d" % (COMPACT_BYTES - 1)
-    commands = [encode(b"GETRANGE", name, b"0", end) for name in names]
-    found: list[Header | str] = []
-    for answer in connection.ask_all(commands, connection.reader.value) if commands else ():
-        _refuse(b"GETRANGE", answer)
-        found.append(parse_header(answer) if isinstance(answer, memoryview) else "type")
-    return found
-
-
-def _remove_unused(
-    operator: Operator, age_s: float, namespace: str | None, *, dry_run: bool
-) -> Counter[str]:
-    """Remove chunks by age: each use sets their time to live to ``ttl_s``.
-
-    Returns:
-        ``chunks`` and ``bytes`` removed, and chunks that stay because their age is unknown.
-    """
-    ttl_s, undated = operator.access.options.ttl_s, 0
+        raise ConfigError("older-than", f"{age_s:g} s", remedy)
+    if age_s is None:
+        return None
     if age_s >= ttl_s:
         remedy = f"a chunk expires after ttl_s, {ttl_s:g} s, without use; if the engines"
         raise ConfigError("older-than", f"{age_s:g} s", f"{remedy} have another: -o ttl_s=...")
+    return partial(_are_unused, age_s, ttl_s)
 
-    def unused(connection: Connection, names: list[bytes]) -> list[bytes]:
-        nonlocal undated
-        left = [each or 0 for each in _of_each(connection, b"PTTL", names)]
-        undated += sum(each == _NO_EXPIRY or each > ttl_s * 1000 for each in left)
-        newest_ms = (ttl_s - age_s) * 1000
-        return [name for name, ms in zip(names, left, strict=True) if 0 <= ms <= newest_ms]
 
-    front = f"{PREFIX}:" if namespace is None else namespace_prefix(namespace)
-    total = _remove(operator, front, unused, dry_run=dry_run)
-    total["undated"] = undated
-    return total
+Judge = Callable[[Connection, list[bytes]], list[bool | None]]
+"""Tells of each chunk whether it is meant; None: that is not known."""
+
+
+def _are_of(
+    tenant: bytes, cipher: Seal | None, connection: Connection, names: list[bytes]
+) -> list[bool | None]:
+    """Return which chunks are a tenant's, by their headers."""
+    end = b"%d" % (COMPACT_BYTES - 1)
+    commands = [encode(b"GETRANGE", name, b"0", end) for name in names]
+    verdicts: list[bool | None] = []
+    for answer in connection.ask_all(commands, connection.reader.value) if commands else ():
+        _refuse(b"GETRANGE", answer)
+        header = parse_header(answer) if isinstance(answer, memoryview) else "type"
+        verdicts.append(is_of(header, tenant, cipher))
+    return verdicts
+
+
+def _are_unused(
+    age_s: float, ttl_s: float, connection: Connection, names: list[bytes]
+) -> list[bool | None]:
+    """Return which chunks are so old: each use sets their time to live to ``ttl_s``."""
+    newest_ms, ttl_ms = (ttl_s - age_s) * 1000, ttl_s * 1000
+    left = [each or 0 for each in _of_each(connection, b"PTTL", names)]
+    return [
+        None if each == _NO_EXPIRY or each > ttl_ms else 0 <= each <= newest_ms for each in left
+    ]
 
 
 def _verify(operator: Operator, wanted: Check) -> Verified:
