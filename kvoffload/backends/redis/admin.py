@@ -6,6 +6,7 @@ a command takes, nor what a terminal shows.
 
 import contextlib
 import math
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -25,7 +26,7 @@ from kvoffload.backends.admin import (
     counted,
     named,
 )
-from kvoffload.backends.base import Usage
+from kvoffload.backends.base import Described, Usage
 from kvoffload.backends.header import COMPACT_BYTES, parse_header
 from kvoffload.backends.redis.connection import Address, Connection, Lost
 from kvoffload.backends.redis.discovery import masters
@@ -60,6 +61,14 @@ _MOST_FACTS_BYTES = 64 << 20
 _MOST_STEPS = 1 << 24
 _MOST_NAMESPACES = 1 << 16
 _MOST_VALUES = 1 << 23
+LONGEST_S = 5.0
+MOST_NAMES = 200_000
+"""Names that the servers look at for the log line of a cold start, all together."""
+MOST_DESCRIBED = 256
+"""Namespaces whose facts an engine reads at its start: those with the most chunks."""
+_FEW = 100
+"""Names of one SCAN of an engine, which take less than a millisecond to parse."""
+_PAUSE_S = 0.001
 _NO_EXPIRY = -1
 """A server's answer for a value without a time to live."""
 T = TypeVar("T")
@@ -419,6 +428,48 @@ def _refuse(command: bytes, reply: object) -> None:
     """Raise OSError for an error; not if a name holds no string, which this backend never wrote."""
     if isinstance(reply, ServerError) and reply.code != "WRONGTYPE":
         raise CommandRefused(command.decode(), reply)
+
+
+def described(operator: Operator, namespace: str) -> list[Described]:
+    """Describe namespaces, the largest first: the own one alone if it has chunks.
+
+    An engine's user needs no right to SCAN: without it, nothing is found.
+
+    Raises:
+        OSError: a server cannot be reached, or refuses.
+    """
+    until_s = time.monotonic() + LONGEST_S
+    chunks, facts_at = Counter[str](), dict[str, Address]()
+
+    def note(connection: Connection, names: list[bytes]) -> bool:
+        for name in names:
+            if is_info(name):
+                facts_at[namespace_of(name)] = connection.address
+            else:
+                chunks[namespace_of(name)] += 1
+        return bool(chunks[namespace]) or time.monotonic() > until_s
+
+    try:
+        operator.scan(f"{PREFIX}:", note, step=_FEW, most=MOST_NAMES, pause_s=_PAUSE_S)
+    except ConnectionError as error:
+        refused = error.__cause__
+        if not (isinstance(refused, CommandRefused) and refused.command == "SCAN"):
+            raise
+    if count := chunks[namespace]:
+        return [Described(namespace, {}, count)]
+    largest = [each for each, _ in chunks.most_common() if each in facts_at]
+    wanted, found = largest[:MOST_DESCRIBED], list[Described]()
+    for address in dict.fromkeys(facts_at[each] for each in wanted):
+        with operator.connected(address) as connection:
+            for each in wanted:
+                if facts_at[each] == address:
+                    name = f"{namespace_prefix(each)}facts".encode()
+                    # The command with which engines load, for which they have the right.
+                    facts = read_facts(small_value(connection, b"GETEX", name))
+                    found.append(Described(each, facts, chunks[each]))
+                if connection.lost:
+                    break  # a value was far too long
+    return found
 
 
 def usage_of(infos: Sequence[Mapping[str, str]], db: int) -> Usage:

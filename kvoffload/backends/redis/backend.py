@@ -31,13 +31,12 @@ from kvoffload.backends.blocking_pool import BlockingPool, start_once
 from kvoffload.backends.header import NOT_DAMAGED, check_key, namespace_digest
 from kvoffload.backends.log_rate import Throttle
 from kvoffload.backends.redis import node as nodes
-from kvoffload.backends.redis.admin import RedisAdmin, count_of, usage_of
+from kvoffload.backends.redis.admin import RedisAdmin, count_of, described, usage_of
 from kvoffload.backends.redis.background import Background
 from kvoffload.backends.redis.chunk_io import ChunkIO
 from kvoffload.backends.redis.connection import Lost
 from kvoffload.backends.redis.doctor import IF_FAILED, IF_SLOW, examine
 from kvoffload.backends.redis.namespace_info import NamespaceInfo, namespace_prefix
-from kvoffload.backends.redis.namespace_scan import described
 from kvoffload.backends.redis.options import KEY_CONTEXT, Access, RedisOptions, redacted
 from kvoffload.backends.redis.sealer import Sealer
 from kvoffload.backends.redis.server_request import Request

@@ -6,7 +6,7 @@ import logging
 import pytest
 
 from kvoffload import open_backend
-from kvoffload.backends.redis import namespace_scan
+from kvoffload.backends.redis import admin
 from tests.support.redis_engine import PATIENT, store
 from tests.support.redis_server import BINARY, MISSING, RedisServer
 
@@ -63,7 +63,7 @@ async def test_an_engines_user_without_scan_finds_nothing_and_no_line_says_so(em
 
 
 async def test_of_10_000_namespaces_a_bounded_number_is_read(tmp_path, monkeypatch):
-    monkeypatch.setattr(namespace_scan, "MOST_NAMES", 5000)
+    monkeypatch.setattr(admin, "MOST_NAMES", 5000)
     server = RedisServer(tmp_path)
     try:
         script = (
@@ -78,7 +78,7 @@ async def test_of_10_000_namespaces_a_bounded_number_is_read(tmp_path, monkeypat
     finally:
         server.stop()
     calls = {line.partition(":")[0]: line for line in stats}
-    assert len(found) == namespace_scan.MOST_DESCRIBED
+    assert len(found) == admin.MOST_DESCRIBED
     assert "calls=50," in calls["cmdstat_scan"]
     assert "calls=256," in calls["cmdstat_getex"]
 
