@@ -45,7 +45,9 @@ _ENGINE_SETTINGS = (
     "encryption",
 )  # fmt: skip
 """Settings of an engine that the measured store uses as well."""
-_SHARED = ("nfs", "nfs4", "cifs", "smb3", "ceph", "lustre", "gpfs", "fuse")
+_SHARED = (
+    "nfs", "nfs4", "cifs", "smb3", "ceph", "lustre", "gpfs", "fuse", "wekafs", "beegfs", "9p",
+)  # fmt: skip
 _IN_MEMORY = ("tmpfs", "ramfs")
 _IF_FAILED = "see the log for the reason"
 _IF_SLOW = "recomputation may be faster than this device"
@@ -118,8 +120,11 @@ def absolute(root: str) -> str:
     return os.path.abspath(os.path.expanduser(root))
 
 
-def file_system_of(root: str) -> tuple[str, str]:
-    """Return where the file system of a folder is mounted, and the kernel's name for its type."""
+def file_system_of(root: str) -> tuple[str, str, bool]:
+    """Return where a folder's file system is mounted, its type, and whether hosts can share it.
+
+    The type is the kernel's name for it.
+    """
     path, best, kind = os.path.realpath(root), "", "unknown"
     with (
         contextlib.suppress(OSError),
@@ -130,15 +135,15 @@ def file_system_of(root: str) -> tuple[str, str]:
             inside = path == where or path.startswith(where.rstrip("/") + "/")
             if inside and len(where) >= len(best):
                 best, kind = where, found
-    return best, kind
+    return best, kind, kind.split(".")[0] in _SHARED
 
 
 def _medium(root: str) -> Finding:
     """Check the file system, by its type."""
-    _, kind = file_system_of(root)
+    _, kind, is_shared = file_system_of(root)
     return first_of(
         "file system",
-        (kind.split(".")[0] in _SHARED, "warning", f"{kind}: locks and sizes may be unreliable",
+        (is_shared, "warning", f"{kind}: locks and sizes may be unreliable",
          "use a local disk; hosts share chunks by a tier of type folder, redis or object"),
         (kind in _IN_MEMORY, "warning", f"{kind}: gone with the next boot",
          "it suits several engines that share it; one engine alone uses cpu_bytes better"),
@@ -149,7 +154,7 @@ def _medium(root: str) -> Finding:
 def _rights(vfs: Vfs, root: str) -> Finding:
     """Check which users could replace chunks; the root itself was checked before."""
     mode = f"mode {stat.S_IMODE(vfs.lstat(root).st_mode):04o}"
-    inside, above = (_refusal(check, vfs, root) for check in (refuse_unsafe_inside, refuse_exposed))
+    inside, above = (refusal(check, vfs, root) for check in (refuse_unsafe_inside, refuse_exposed))
     return first_of(
         "rights",
         (inside, "failed", inside, "until then engines that use it refuse it"),
@@ -159,7 +164,8 @@ def _rights(vfs: Vfs, root: str) -> Finding:
     )  # fmt: skip
 
 
-def _refusal(check: Callable[[Vfs, str], None], vfs: Vfs, root: str) -> str:
+def refusal(check: Callable[[Vfs, str], None], vfs: Vfs, root: str) -> str:
+    """Return why a check refuses a root; empty if it does not."""
     try:
         check(vfs, root)
     except ConfigError as error:

@@ -23,7 +23,7 @@ from kvoffload.backends.admin import (
     hung,
     measure,
 )
-from kvoffload.backends.disk.doctor import absolute, file_system_of
+from kvoffload.backends.disk.doctor import absolute, file_system_of, refusal
 from kvoffload.backends.disk.paths import SCRATCH
 from kvoffload.backends.disk.root_checks import (
     how_to_make,
@@ -42,19 +42,6 @@ from kvoffload.registry import open_backend
 
 OTHER_MOUNT = "other_mount"
 """Option of the command: the same root, as another mount shows it."""
-_SHARED = (
-    "nfs",
-    "nfs4",
-    "cifs",
-    "smb3",
-    "ceph",
-    "lustre",
-    "gpfs",
-    "fuse",
-    "wekafs",
-    "beegfs",
-    "9p",
-)
 _NO_OTHER = f"not measured; -o {OTHER_MOUNT}=PATH names the root as another mount shows it"
 _DEPTHS = (1, 8, 32)
 _LONGEST_S = 65.0
@@ -118,8 +105,7 @@ def _examined(root: str, options: FolderOptions) -> list[Finding]:
 
 def _medium(root: str) -> Finding:
     """Check the file system, by its type."""
-    best, kind = file_system_of(root)
-    is_shared = kind.split(".")[0] in _SHARED
+    best, kind, is_shared = file_system_of(root)
     return first_of(
         "file system",
         (not is_shared, "warning", f"{kind} at {best}: this host's own, as far as the type tells",
@@ -130,11 +116,7 @@ def _medium(root: str) -> Finding:
 
 def _rights(vfs: Vfs, root: str) -> Finding:
     """Check which users could replace chunks; each host must run engines as the same user."""
-    facts, inside = vfs.lstat(root), ""
-    try:
-        refuse_unsafe_inside(vfs, root)
-    except ConfigError as error:
-        inside = str(error)
+    facts, inside = vfs.lstat(root), refusal(refuse_unsafe_inside, vfs, root)
     who = f"mode {stat.S_IMODE(facts.st_mode):04o}, of user {facts.st_uid}"
     return first_of(
         "rights",
