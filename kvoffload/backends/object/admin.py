@@ -283,6 +283,8 @@ def described(operator: Operator, namespace: str) -> list[Described]:
             break
     else:
         last = SHARDS[-1]
+    if not chunks:
+        return []
     scale = len(SHARDS) / (int(last[:2], 16) + 1)
     if count := chunks[own]:
         return [Described(namespace, {}, round(count * scale))]

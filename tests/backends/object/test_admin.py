@@ -10,6 +10,7 @@ from disk_commands import answered
 
 from kvoffload import open_backend
 from kvoffload.backends.admin import Check, Garbage
+from kvoffload.backends.object import admin
 from kvoffload.backends.object.naming import MANIFESTS, chunk_name, namespace_tag
 from kvoffload.errors import ConfigError
 from kvoffload.offload.base import tenant_id
@@ -94,6 +95,17 @@ async def test_gc_erases_the_chunks_of_one_tenant(stores, options, key_file, enc
     assert (found["removed"], found["unknown"]) == (2, 1)
     assert await backend.contains(keys) == [False] * 2 + [True] * 3
     await backend.close()
+
+
+async def test_what_is_described_of_a_bucket_does_not_depend_on_foreign_objects(
+    stores, monkeypatch
+):
+    """They may be all that an engine looks at."""
+    bucket = stores[0]._bucket
+    for number in range(3):
+        bucket.put(f"00-foreign/{number}", [b"x"], replace=True)
+    monkeypatch.setattr(admin, "MOST_NAMES", 2)
+    assert await stores[0].described() == []
 
 
 async def test_purge_removes_a_namespace_with_its_facts(stores):
