@@ -11,6 +11,7 @@ import secrets
 import threading
 import time
 from collections.abc import Iterable
+from operator import itemgetter
 
 from kvoffload.backends.header import MAX_KEY_BYTES
 from kvoffload.backends.object.bucket import Bucket
@@ -24,8 +25,8 @@ MOST_LISTED = 1 << 20
 """Manifests that are looked at: those of 100 writers in seven days. A listing may have no end."""
 MOST_KEYS = 1 << 21
 """Keys that are known at most: about 300 MiB. The oldest are forgotten first."""
-_MOST_BYTES = 32 << 20
-"""Of one manifest; a larger one is none of ours."""
+MOST_BYTES = 32 << 20
+"""Of one manifest; a larger one is none of ours, and is passed over."""
 _LOOK_BACK = 20
 """Minutes that names are listed again: clocks differ, and S3 allows 15 minutes."""
 _NAME = re.compile(r"(\d{10})-[0-9a-f]{16}")
@@ -101,16 +102,17 @@ class ManifestIndex:
     def _tell(self) -> None:
         with self._lock:
             keys, self._untold = list(self._untold), {}
-        if not keys:
-            return
-        name = f"{self._folder}/{_minute():010d}-{secrets.token_hex(8)}"
-        try:
-            self._bucket.put(name, [b"\n".join(key.hex().encode() for key in keys)], replace=True)
-        except Failed:
-            with self._lock:  # the next manifest has them
-                self._untold = dict.fromkeys(keys[-MOST_KEYS:]) | self._untold
-            raise
-        self._read[name] = None
+        most = max(1, MOST_BYTES // (2 * MAX_KEY_BYTES + 1))
+        for begin in range(0, len(keys), most):
+            name = f"{self._folder}/{_minute():010d}-{secrets.token_hex(8)}"
+            lines = [key.hex().encode() for key in keys[begin : begin + most]]
+            try:
+                self._bucket.put(name, [b"\n".join(lines)], replace=True)
+            except Failed:
+                with self._lock:  # the next manifest has them
+                    self._untold = dict.fromkeys(keys[begin:][-MOST_KEYS:]) | self._untold
+                raise
+            self._read[name] = None
 
     def _listen(self) -> None:
         """Read the manifests that are new, the latest first."""
@@ -119,12 +121,13 @@ class ManifestIndex:
             first = max(first, now - _LOOK_BACK)
         after = f"{self._folder}/{first:010d}"
         listed: list[str] = []
-        for each in self._bucket.list(self._folder, after):
+        for number, each in enumerate(self._bucket.list(self._folder, after)):
             if self._ended.is_set():
                 return
-            if len(listed) == MOST_LISTED:
+            if number == MOST_LISTED:
                 raise Failed(Failure("refused_other", "too many manifests"))
-            listed.append(each.name)
+            if each.nbytes <= MOST_BYTES:
+                listed.append(each.name)
         for name in reversed(listed):
             if self._ended.is_set():
                 return
@@ -140,12 +143,14 @@ class ManifestIndex:
 
     def _take_in(self, name: str, minute: int) -> None:
         try:
-            content = self._bucket.fetch(name, _MOST_BYTES)
+            content = self._bucket.fetch(name, MOST_BYTES)
         except FileNotFoundError:
             return  # it was deleted since it was listed
         lines = [line for line in content.split(b"\n") if len(line) <= 2 * MAX_KEY_BYTES]
         keys = [bytes.fromhex(line.decode()) for line in lines if _LINE.fullmatch(line)]
         with self._lock:
+            if not self.is_complete:  # they are older than all that are known
+                keys = keys[: max(0, MOST_KEYS - len(self._minutes))]
             self._note(keys, minute)
 
     def _note(self, keys: Iterable[bytes], minute: int) -> None:
@@ -156,8 +161,10 @@ class ManifestIndex:
             del known[next(iter(known))]
 
     def _drop_old(self, now: int) -> None:
-        oldest = now - self._ttl_s / 60
-        self._minutes = {key: each for key, each in self._minutes.items() if each >= oldest}
+        oldest, known = now - self._ttl_s / 60, list(self._minutes.items())
+        if not self.is_complete:  # the latest were read first
+            known.sort(key=itemgetter(1))
+        self._minutes = {key: each for key, each in known if each >= oldest}
 
 
 def _minute() -> int:

@@ -81,6 +81,44 @@ def test_foreign_and_old_manifests_are_passed_over(options, until):
     index.join()
 
 
+@pytest.mark.usefixtures("seldom")
+def test_the_oldest_keys_are_forgotten_first(options, until, monkeypatch):
+    monkeypatch.setattr(manifest_index, "MOST_KEYS", 3)
+    bucket, folder = bucket_of(options), f"manifests/{'a' * 16}"
+    now = int(time.time() // 60)
+    for age in range(3):
+        name = f"{folder}/{now - age:010d}-{'0' * 16}"
+        bucket.put(name, [f"6b{age:02x}\n6c{age:02x}".encode()], replace=True)
+    index = ManifestIndex(bucket, "a" * 16, 3600)
+    until(lambda: index.is_complete)
+    assert [key for key in (b"k\0", b"l\0", b"k\1", b"l\2") if key in index] == [
+        b"k\0", b"l\0", b"k\1",
+    ]  # fmt: skip
+    index.add(b"new")
+    assert (b"k\1" in index, b"k\0" in index, b"new" in index) == (False, True, True)
+    index.close()
+    index.join()
+
+
+@pytest.mark.usefixtures("seldom")
+def test_a_manifest_that_is_too_large_hides_no_other_one(options, until, monkeypatch):
+    """It is no manifest of an engine: those tell no more keys than a reader takes."""
+    monkeypatch.setattr(manifest_index, "MOST_BYTES", 100)
+    bucket, folder = bucket_of(options), f"manifests/{'a' * 16}"
+    bucket.put(f"{folder}/{time.time() // 60:010.0f}-{'f' * 16}", [b"6" * 101], replace=True)
+    keys = keys_of(8)
+    index = ManifestIndex(bucket, "a" * 16, 3600)
+    for key in keys:
+        index.add(key)
+    index.close()
+    index.join()
+    again = ManifestIndex(bucket, "a" * 16, 3600)
+    until(lambda: again.is_complete)
+    assert all(key in again for key in keys)
+    again.close()
+    again.join()
+
+
 async def test_a_bucket_that_refuses_manifests_costs_lookups_by_request():
     with S3StandIn(lambda verb, path: error(403, "AccessDenied")) as server:
         options = server.options(manifest=True)
