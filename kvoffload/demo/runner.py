@@ -6,9 +6,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvoffload.core.attention import init_attn_backend, prepare_attn_metadata
+from kvoffload.core.attention import (
+    get_kv_cache_spec,
+    init_attn_backend,
+    prepare_attn_metadata,
+)
 from kvoffload.core.interface import KVCacheConfig, ModelLimits
-from kvoffload.core.layers import get_kv_cache_spec
 from kvoffload.core.planning import get_kv_cache_config
 from kvoffload.core.tensors import canonicalize_kv_caches, init_kv_cache
 from kvoffload.demo.decoder import Model

@@ -11,9 +11,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from kvoffload.core.attention import AttentionBackend, CommonAttentionMetadata
+from kvoffload.core.attention import (
+    AttentionBackend,
+    AttentionLayer,
+    CommonAttentionMetadata,
+)
 from kvoffload.core.interface import KVCacheSpec
-from kvoffload.core.layers import AttentionLayer
 from kvoffload.core.sdpa import SdpaPagedBackend
 
 if TYPE_CHECKING:

@@ -14,9 +14,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from kvoffload.core.attention import CommonAttentionMetadata, CommonMetadataBuilder
+from kvoffload.core.attention import (
+    AttentionLayer,
+    CommonAttentionMetadata,
+    CommonMetadataBuilder,
+)
 from kvoffload.core.interface import MambaSpec
-from kvoffload.core.layers import AttentionLayer
 from kvoffload.core.sdpa import SdpaPagedBackend
 from kvoffload.demo.engine_config import EngineConfig, ModelConfig, parse_engine_config
 from kvoffload.demo.self_attention import Attend, SelfAttention, Take, rotate
