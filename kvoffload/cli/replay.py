@@ -10,11 +10,10 @@ import typer
 from rich.console import Console
 from rich.progress import Progress
 
-from kvoffload.cli.loop_tables import run_loops, show_loops
 from kvoffload.cli.output import console, print_numbers, say
 from kvoffload.errors import ConfigError
 from kvoffload.replay import synthetic
-from kvoffload.replay.closed_loop import Loop
+from kvoffload.replay.closed_loop import HELPED, ORACLE, Loop, of_oracle, of_policy
 from kvoffload.replay.sample import sampled
 from kvoffload.replay.simulate import Hits
 from kvoffload.replay.study import (
@@ -89,12 +88,12 @@ def command(
             for alive in parse_counts(closed_loop, "closed_loop")
             for slots in parse_counts(sizes, "sizes")
         ]
-        found = run_loops(loaded, loops, names)
+        found = _run_loops(loaded, loops, names)
         if as_json:
             print(json.dumps({"trace": facts(loaded), "rows": found}))
         else:
             _describe(loaded)
-            show_loops(found)
+            _show_loops(found)
         return
     stacks = [parse_tiers(tiers)] if tiers else []
     stacks = stacks or [{"": n} for n in parse_counts(sizes, "sizes") or default_sizes(loaded)]
@@ -199,3 +198,47 @@ def _show_tiers(to: Console, rows: Sequence[Row]) -> None:
         lines.append((row.policy, [*shares, *(f"{100 * rate:.2f}" for rate in rates)]))
     columns = [*tiers, "all tiers", "block hits"]
     print_numbers(to, "contiguous-prefix hits by tier, %", "policy", columns, lines)
+
+
+# ---- closed loops ----
+
+_HELPED_NAMES = {"": "", "waiting": ", waiting kept", "told": ", returns told", "both": ", both"}
+
+
+def _run_loops(
+    trace: Trace, loops: Sequence[Loop], policies: Sequence[str]
+) -> list[dict[str, Any]]:
+    """Run each loop with each policy, alone and helped, and with a store that knows all.
+
+    Raises:
+        ConfigError: the trace has no times, or there is no such policy.
+    """
+    rows = []
+    for loop in loops:
+        runs = [(name, helped) for name in policies for helped in HELPED]
+        found = [(*run, of_policy(trace, loop, *run)) for run in runs]
+        for policy, helped, served in [*found, (ORACLE, "", of_oracle(trace, loop))]:
+            facts = {"policy": policy, "helped": helped, "capacity_blocks": loop.slots}
+            rows.append({**facts, "sessions": loop.sessions, **served.plain()})
+    return rows
+
+
+def _show_loops(rows: Sequence[dict[str, Any]]) -> None:
+    """Print a table for each number of sessions and each size."""
+    for sessions, slots in dict.fromkeys((row["sessions"], row["capacity_blocks"]) for row in rows):
+        lines = [
+            (
+                row["policy"] + _HELPED_NAMES[row["helped"]],
+                [
+                    f"{100 * row['prefix_hit_rate']:.2f}",
+                    f"{row['requests_per_hour']:,.0f}",
+                    f"{row['mean_time_to_first_token_s']:.2f}",
+                ],
+            )
+            for row in rows
+            if (row["sessions"], row["capacity_blocks"]) == (sessions, slots)
+        ]
+        title = f"{sessions:,} sessions, {slots:,} blocks"
+        columns = ["hits, %", "served an hour", "first token, s"]
+        print_numbers(console(), title, "policy", columns, lines)
+    say("oracle knows what each session asks for next, and when")
