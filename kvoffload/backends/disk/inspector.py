@@ -38,8 +38,7 @@ from kvoffload.backends.disk.walker import names_in, remove_namespace, walk
 from kvoffload.backends.header import OTHER_VERSION, Header, counted_as, parse_header
 from kvoffload.backends.seals import Seal
 
-_IN_ROOT = {paths.BOUNDS, LEDGER, paths.OWNER, QUARANTINE, WRITERS, "lost+found"}
-_IN_NAMESPACE = {paths.MANIFEST, paths.SNAPSHOT, paths.SEGMENTS, *paths.SHARDS}
+Names = tuple[str, ...]
 _SCRATCH_S = 600
 """Longer than any run of ``kvoffload doctor``: the process of an older folder died."""
 
@@ -82,6 +81,13 @@ class Waste(NamedTuple):
 class DiskInspector:
     """One root, inspected from outside."""
 
+    in_root: Names = (paths.BOUNDS, LEDGER, paths.OWNER, QUARANTINE, WRITERS, "lost+found")
+    in_namespace: Names = (paths.MANIFEST, paths.SNAPSHOT, paths.SEGMENTS, *paths.SHARDS)
+    passing: Names = (SCRATCH,)
+    """How names in the root begin of what comes and goes."""
+    passing_inside: Names = ()
+    """And names below it."""
+
     def __init__(self, root: str, vfs: Vfs | None = None) -> None:
         """Open a root; ConfigError: it is none, or another user owns it or may write it."""
         self.root = os.path.realpath(os.path.expanduser(root))
@@ -90,9 +96,13 @@ class DiskInspector:
         self._quota: Quota | None = None
         self.unreadable: list[tuple[str, str]] = []
         """Folders that :meth:`chunks` could not list, and why."""
-        check_root(self.vfs, self.root)
+        self.check_root()
         enter_safely(self.vfs, self.root, trust_parents=True)
-        check_root(self.vfs, self.root)  # again: another folder may have got the name meanwhile
+        self.check_root()  # again: another folder may have got the name meanwhile
+
+    def check_root(self) -> None:
+        """Raise ConfigError for a folder that is no root."""
+        check_root(self.vfs, self.root)
 
     def close(self) -> None:
         if self._quota is not None:
@@ -153,11 +163,13 @@ class DiskInspector:
         for name in names_in(self.vfs, self.root):
             path = f"{self.root}/{name}"
             if paths.is_namespace(name):
-                inner = names_in(self.vfs, path)
-                yield from (f"{path}/{each}" for each in inner if each not in _IN_NAMESPACE)
-                for shard in walk(self.vfs, path):
-                    yield from (f"{shard.path}/{file}" for file in sorted(shard.strays))
-            elif name not in _IN_ROOT and not name.startswith(SCRATCH):
+                inner = [each for each in names_in(self.vfs, path) if each not in self.in_namespace]
+                below = [(path, inner)]
+                below += ((shard.path, sorted(shard.strays)) for shard in walk(self.vfs, path))
+                for folder, names in below:
+                    strays = (each for each in names if not each.startswith(self.passing_inside))
+                    yield from (f"{folder}/{each}" for each in strays)
+            elif name not in self.in_root and not name.startswith(self.passing):
                 yield path
 
     # ---- who uses it, and how much ---------------------------------------------------------

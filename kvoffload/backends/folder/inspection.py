@@ -8,13 +8,10 @@ import os
 import secrets
 from collections.abc import Iterator
 
-from kvoffload.backends.disk.descriptors import Descriptors
 from kvoffload.backends.disk.inspector import Chunk, DiskInspector, Waste
 from kvoffload.backends.disk.limits import Limits
 from kvoffload.backends.disk.manifest import name_in
-from kvoffload.backends.disk.paths import MANIFEST, SCRATCH, SHARDS, is_namespace
-from kvoffload.backends.disk.root_checks import enter_safely
-from kvoffload.backends.disk.vfs import Vfs
+from kvoffload.backends.disk.paths import MANIFEST, SCRATCH, SHARDS
 from kvoffload.backends.disk.walker import names_in, walk
 from kvoffload.backends.folder.evictor import DEAD_S, FREED, LEAST_FREE
 from kvoffload.backends.folder.places import HOSTS, LEASE, LEFTOVERS, STORE, is_temporary
@@ -25,8 +22,6 @@ from kvoffload.backends.folder.shared_root import check_content
 from kvoffload.backends.folder.upkeep import LEASE_S
 from kvoffload.backends.seals import Seal
 from kvoffload.errors import ConfigError
-
-_IN_ROOT = {STORE, LEASE, HOSTS, "lost+found", ".snapshot"}
 
 
 class FolderInspector(DiskInspector):
@@ -40,25 +35,25 @@ class FolderInspector(DiskInspector):
         ConfigError: it is no root, or another user owns it or may write it.
     """
 
+    in_root = (STORE, LEASE, HOSTS, "lost+found", ".snapshot")
+    in_namespace = (MANIFEST, *SHARDS)
+    passing = (*LEFTOVERS, SCRATCH)
+    passing_inside = (".",)
+
     def __init__(self, root: str, signature: SecretSeal | None = None) -> None:
-        self.root = os.path.realpath(os.path.expanduser(root))
-        self.vfs = Vfs()
-        self._files = Descriptors(self.vfs)
-        self.unreadable = []
+        super().__init__(root)
         self._signature = signature
-        try:
-            is_root = check_content(self.vfs, self.root)
-        except OSError as error:
-            raise ConfigError("root", root, f"cannot be read: {error.strerror}") from error
-        if not is_root:
-            raise ConfigError("root", root, "is empty: no engine has used it yet")
-        enter_safely(self.vfs, self.root, trust_parents=True)
         self.records = Records(self.vfs, self.root, f"inspect-{secrets.token_hex(4)}")
         with contextlib.suppress(OSError):  # on a mount to read from, ages are unknown and count 0
             self.records.set_clock()
 
-    def close(self) -> None:
-        self.vfs.leave()
+    def check_root(self) -> None:
+        try:
+            is_root = check_content(self.vfs, self.root)
+        except OSError as error:
+            raise ConfigError("root", self.root, f"cannot be read: {error.strerror}") from error
+        if not is_root:
+            raise ConfigError("root", self.root, "is empty: no engine has used it yet")
 
     def store(self) -> StoreRecord | None:
         """Return the mark of the root, if it can be read."""
@@ -85,21 +80,9 @@ class FolderInspector(DiskInspector):
                     left.append(Waste(path, facts.st_blocks * 512))
         return left
 
-    def strays(self) -> Iterator[str]:
-        inner = {MANIFEST, *SHARDS}
-        for name in names_in(self.vfs, self.root):
-            path = f"{self.root}/{name}"
-            if is_namespace(name):
-                names = names_in(self.vfs, path)
-                yield from (f"{path}/{n}" for n in names if n not in inner and n[:1] != ".")
-                for shard in walk(self.vfs, path):
-                    yield from (f"{shard.path}/{n}" for n in shard.strays if not is_temporary(n))
-            elif name not in _IN_ROOT and not name.startswith((*LEFTOVERS, SCRATCH)):
-                yield path
-
     def _unfinished(self) -> Iterator[str]:
         for folder in (self.root, f"{self.root}/{HOSTS}"):
-            names = (n for n in names_in(self.vfs, folder) if n.startswith((*LEFTOVERS, SCRATCH)))
+            names = (n for n in names_in(self.vfs, folder) if n.startswith(self.passing))
             yield from (f"{folder}/{name}" for name in names)
         for namespace in self.namespaces():
             for shard in walk(self.vfs, f"{self.root}/{namespace}"):
