@@ -11,7 +11,7 @@ seconds.
 import gzip
 import sys
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
@@ -29,6 +29,7 @@ _Tokens = Annotated[int, msgspec.Meta(ge=1)] | None
 
 _STDIN = Path("-")
 _MS = 1e-3
+_TOO_DEEP = "is nested too deeply"
 _SHOWN = 200
 """Characters of a wrong value that its error shows."""
 
@@ -150,7 +151,7 @@ def _lines(path: Path) -> tuple[Requests, _Told]:
         decoder = msgspec.json.Decoder(RecordedLine if is_recorded else RequestLine)
         builder, told, since = RequestsBuilder(), _Told(), 0.0
         for number, line in of_file:
-            request = _decode(decoder, line, path, number)
+            request = _decoded(line, path, decoder.decode, number)
             told.hear(request.tokens_per_chunk, path, number, "tokens_per_chunk")
             since = since if request.timestamp is None else request.timestamp
             if request.reason == "used":
@@ -158,22 +159,25 @@ def _lines(path: Path) -> tuple[Requests, _Told]:
         return builder.build(), told
 
 
-def _decode(decoder: "msgspec.json.Decoder[Any]", line: bytes, path: Path, number: int) -> Any:
+def _decoded(
+    raw: bytes, path: Path, decode: Callable[[bytes], Any], line: int | None = None
+) -> Any:
+    """Return what a file has, or a line of one; raises TraceError."""
     try:
-        line.decode()
-        return decoder.decode(line)
+        raw.decode()
+        return decode(raw)
     except UnicodeDecodeError as error:
-        column = f"column {error.start + 1}"
-        raise TraceError(path, number, column, _text(line), "is not UTF-8") from error
-    except msgspec.ValidationError as error:
-        field, remedy = _field(error)
-        raise TraceError(path, number, field, _shown(line, field), remedy) from error
-    except (msgspec.DecodeError, RecursionError) as error:
-        raise TraceError(path, number, "JSON", _text(line), _why(error)) from error
-
-
-def _why(error: Exception) -> str:
-    return "is nested too deeply" if isinstance(error, RecursionError) else str(error)
+        at = line or raw.count(b"\n", 0, error.start) + 1
+        field = f"column {error.start + 1}" if line else "text"
+        raise TraceError(path, at, field, _text(raw), "is not UTF-8") from error
+    except msgspec.DecodeError as error:
+        if line and isinstance(error, msgspec.ValidationError):
+            field, remedy = _field(error)
+            raise TraceError(path, line, field, _shown(raw, field), remedy) from error
+        at = line or _line_of(raw, error)
+        raise TraceError(path, at, "JSON", _text(raw), str(error)) from error
+    except RecursionError as error:
+        raise TraceError(path, line, "JSON", _text(raw), _TOO_DEEP) from error
 
 
 def _text(raw: bytes) -> str:
@@ -205,7 +209,7 @@ def _folder(root: Path) -> tuple[Requests, _Told]:
     """Requests of all conversations, merged by their times."""
     builder, told = RequestsBuilder(), _Told()
     for path in sorted(root.glob("*.json")):
-        data = _read_json(path)
+        data = _decoded(path.read_bytes(), path, msgspec.json.decode)
         facts = data if isinstance(data, dict) else {}
         is_local = facts.get("hash_id_scope") == "local"
         scope = builder.scope(f"{path.name}:") if is_local else None
@@ -215,22 +219,8 @@ def _folder(root: Path) -> tuple[Requests, _Told]:
             for time, ids in _conversation(data, path, "$", 0.0):
                 builder.add(ids, time, scope)
         except RecursionError as error:
-            raise TraceError(path, None, "JSON", _text(path.read_bytes()), _why(error)) from error
+            raise TraceError(path, None, "JSON", _text(path.read_bytes()), _TOO_DEEP) from error
     return builder.build(), told
-
-
-def _read_json(path: Path) -> Any:
-    raw = path.read_bytes()
-    try:
-        raw.decode()
-        return msgspec.json.decode(raw)
-    except UnicodeDecodeError as error:
-        line = raw.count(b"\n", 0, error.start) + 1
-        raise TraceError(path, line, "text", _text(raw), "is not UTF-8") from error
-    except msgspec.DecodeError as error:
-        raise TraceError(path, _line_of(raw, error), "JSON", _text(raw), str(error)) from error
-    except RecursionError as error:
-        raise TraceError(path, None, "JSON", _text(raw), _why(error)) from error
 
 
 def _line_of(raw: bytes, error: msgspec.DecodeError) -> int:
