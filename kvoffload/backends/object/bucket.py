@@ -216,10 +216,9 @@ def _open(options: ObjectOptions, place: Place, timeout_s: float, retries: int) 
         "client_options": client,
         "retry_config": {"max_retries": retries, "retry_timeout": timeout},
     }
-    make = {"s3": _s3, "gs": _gs, "az": _az}[place.provider]
     failure = ""
     try:
-        return make(options, place, common)
+        return _STORES[place.provider](options, place, common | _credentials(options, place))
     except ConfigError:
         raise
     except Exception as error:  # its text may have a secret
@@ -229,6 +228,24 @@ def _open(options: ObjectOptions, place: Place, timeout_s: float, retries: int) 
     raise ConfigError(field, getattr(options, field), remedy)
 
 
+def _credentials(options: ObjectOptions, place: Place) -> dict[str, Any]:
+    """Return what the library calls for credentials; nothing where the platform has them.
+
+    It reads them each minute, and now once: an unreadable secret is an error at start.
+    """
+    given = {
+        name: called for name, called in _CALLED[place.provider].items() if options.is_given(name)
+    }
+
+    def credentials() -> dict[str, Any]:
+        lives = timedelta(seconds=_READ_AGAIN_S + _RENEWED_EARLY_S)
+        read = {called: read_text(options, name) for name, called in given.items()}
+        return {**read, "expires_at": datetime.now(UTC) + lives}
+
+    credentials()
+    return {"credential_provider": credentials} if given else {}
+
+
 def _s3(options: ObjectOptions, place: Place, common: dict[str, Any]) -> "Store":
     # Over TLS the body needs no second hash, and each chunk has a checksum of its own.
     settings: dict[str, Any] = {"unsigned_payload": True}
@@ -236,16 +253,6 @@ def _s3(options: ObjectOptions, place: Place, common: dict[str, Any]) -> "Store"
         settings |= {"endpoint": options.endpoint, "virtual_hosted_style_request": False}
     if options.region:
         settings["region"] = options.region
-    if options.is_given("access_key"):
-
-        def credentials() -> dict[str, Any]:
-            return {
-                "access_key_id": read_text(options, "access_key"),
-                "secret_access_key": read_text(options, "secret_key"),
-                "token": read_text(options, "token") or None,
-            }
-
-        settings["credential_provider"] = _renewed(credentials)
     from obstore.store import S3Store
 
     return S3Store(place.bucket, **settings, **common)
@@ -255,8 +262,6 @@ def _gs(options: ObjectOptions, place: Place, common: dict[str, Any]) -> "Store"
     settings: dict[str, Any] = {"base_url": options.endpoint} if options.endpoint else {}
     if options.is_given("secret_key"):
         settings["service_account_key"] = read_text(options, "secret_key")
-    if options.is_given("token"):
-        settings["credential_provider"] = _renewed(lambda: {"token": read_text(options, "token")})
     from obstore.store import GCSStore
 
     return GCSStore(place.bucket, **settings, **common)
@@ -266,27 +271,18 @@ def _az(options: ObjectOptions, place: Place, common: dict[str, Any]) -> "Store"
     settings: dict[str, Any] = {"account_name": place.account}
     if options.endpoint:
         settings["endpoint"] = options.endpoint
-    for name, field in (("secret_key", "access_key"), ("token", "sas_token")):
-        if options.is_given(name):
-
-            def credentials(name: str = name, field: str = field) -> dict[str, Any]:
-                return {field: read_text(options, name)}
-
-            settings["credential_provider"] = _renewed(credentials)
     from obstore.store import AzureStore
 
     return AzureStore(place.bucket, **settings, **common)
 
 
-def _renewed(read: Callable[[], dict[str, Any]]) -> Callable[[], dict[str, Any]]:
-    """Return what the library calls for credentials: it reads them each minute, and now once."""
-    read()  # an unreadable secret is an error at start
-
-    def credentials() -> dict[str, Any]:
-        lives = timedelta(seconds=_READ_AGAIN_S + _RENEWED_EARLY_S)
-        return {**read(), "expires_at": datetime.now(UTC) + lives}
-
-    return credentials
+_STORES = {"s3": _s3, "gs": _gs, "az": _az}
+_CALLED = {
+    "s3": {"access_key": "access_key_id", "secret_key": "secret_access_key", "token": "token"},
+    "gs": {"token": "token"},
+    "az": {"secret_key": "access_key", "token": "sas_token"},
+}
+"""Secrets that may change at any time, and their names in the library."""
 
 
 def proxy() -> str:
