@@ -27,52 +27,51 @@ class Verification(Generic[T]):
         """The chunks to read: all, or a part at random, at least one."""
         if wanted.share is not None and chunks:
             self.chosen = random.sample(chunks, max(1, round(len(chunks) * wanted.share)))
-        self.repairs = wanted.repair
-        """Whether damaged chunks are to be removed."""
-        self._wanted, self._of_chunks = wanted, len(chunks)
+        self._wanted, self._of_chunks, self._size_of = wanted, len(chunks), size_of
         self._total_bytes = sum(map(size_of, self.chosen))
         self._chunks = self._read_bytes = self._passed_bytes = 0
         self._unread = Counter[str]()
         self._damaged: list[dict[str, Any]] = []
         self._began = time.monotonic()
 
-    def add(self, read_bytes: int, stored_bytes: int, *, is_gone: bool = False) -> float:
-        """Count a chunk of ``stored_bytes``; return the seconds to wait before the next one.
-
-        A chunk that left the store since it was listed is not counted as read.
-        """
-        self._chunks += not is_gone
-        self._read_bytes += read_bytes
-        self._passed_bytes += stored_bytes
-        self._wanted.progress(self._passed_bytes, self._total_bytes)
-        if self._wanted.bytes_per_s is None:
-            return 0.0
-        return max(0.0, self._read_bytes / self._wanted.bytes_per_s - self._seconds())
-
     def add_damage(self, path: str, reason: str, why: str, *, removed: bool = False) -> None:
         """Add damage: where it is, its reason, and why it was removed or stays."""
         self._damaged.append({"path": path, "reason": reason, "removed": removed, "why": why})
 
-    def add_unread(self, reason: str) -> None:
-        """Count a chunk whose bytes say nothing to this reader: of another version, or key.
-
-        It is not checked further, and stays.
-        """
-        self._unread[reason] += 1
-
-    def judge(self, path: str, reason: str | None, remove: Callable[[], str | None]) -> None:
-        """Count what is wrong with a chunk, if anything is, and remove it if that is asked for.
+    def judge(
+        self,
+        chunk: T,
+        path: str,
+        reason: str | None,
+        read_bytes: int,
+        remove: Callable[[], str | None],
+    ) -> float:
+        """Count a chunk and what is wrong with it, and remove it if that is asked for.
 
         Args:
-            path: of the chunk.
-            reason: why loads miss it; empty or None: they do not.
+            chunk: one of those chosen.
+            path: of it.
+            reason: why loads miss it; empty or None: they do not. One that is ``missing`` left the
+                store since it was listed, and is not counted as read. One of another version or
+                key is not checked further, and stays.
+            read_bytes: of it.
             remove: removes it; returns why it stays, or nothing.
+
+        Returns:
+            The seconds to wait before the next one.
         """
+        self._chunks += reason != "missing"
         if reason in NOT_DAMAGED:
-            self.add_unread(reason)
-        elif reason:
-            stays = remove() if self.repairs else "left in place"
+            self._unread[reason] += 1
+        elif reason and reason != "missing":
+            stays = remove() if self._wanted.repair else "left in place"
             self.add_damage(path, reason, stays or "removed", removed=not stays)
+        self._read_bytes += read_bytes
+        self._passed_bytes += self._size_of(chunk)
+        self._wanted.progress(self._passed_bytes, self._total_bytes)
+        if self._wanted.bytes_per_s is None:
+            return 0.0
+        return max(0.0, self._read_bytes / self._wanted.bytes_per_s - self._seconds())
 
     def report(
         self, more: Sequence[str] = (), *, is_sound: bool = True, **figures: Any

@@ -369,6 +369,6 @@ async def test_no_key_is_in_a_repr_a_log_or_what_config_shows(tmp_path, key_file
 
 def test_a_report_speaks_of_no_keys_where_none_were_given():
     run = Verification([b"a chunk"], Check(), len)
-    run.add_unread(OTHER_KEY)
+    run.judge(b"a chunk", "where", OTHER_KEY, 0, lambda: None)
     *_, line = run.report().lines
     assert line.startswith("1 chunk that loads with these settings miss")

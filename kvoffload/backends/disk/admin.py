@@ -224,10 +224,8 @@ def verify(found: DiskInspector, wanted: Check, cipher: Seal | None = None) -> V
         run.add_damage(folder, reason, "cannot be listed")
     for chunk in run.chosen:
         fault, read_bytes = found.verify(chunk, buffer, cipher)
-        is_gone = fault == "missing"  # evicted since it was listed
-        if not is_gone:
-            run.judge(chunk.path, fault, partial(_why_not_removed, found, chunk))
-        time.sleep(run.add(read_bytes, chunk.allocated_bytes, is_gone=is_gone))
+        remove = partial(_why_not_removed, found, chunk)
+        time.sleep(run.judge(chunk, chunk.path, fault, read_bytes, remove))
     faults = {"ledger_fault": found.ledger()[1], "limits_fault": found.limits()[1]}
     strays, leftovers = list(found.strays()), found.leftovers()
     lines = []

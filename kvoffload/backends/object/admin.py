@@ -252,10 +252,9 @@ def _verify(operator: Operator, wanted: Check) -> Verified:
                 read_bytes = len(content)
                 fault = _fault(memoryview(content), name, operator.cipher)
         except FileNotFoundError:
-            run.add(0, stored.nbytes, is_gone=True)
-            continue
-        run.judge(stored.name, fault, partial(operator.bucket.delete, stored.name))
-        operator.pause(run.add(read_bytes, stored.nbytes))
+            fault = "missing"
+        remove = partial(operator.bucket.delete, stored.name)
+        operator.pause(run.judge((stored, name), stored.name, fault, read_bytes, remove))
     return run.report()
 
 

@@ -377,17 +377,14 @@ def _verify_one(
     """Check one value; return the seconds to wait before the next one."""
     (answer,) = connection.ask_all([encode(b"GET", value.name)], connection.reader.value)
     _refuse(b"GET", answer)
-    found = answer if isinstance(answer, memoryview) else memoryview(b"")
-    is_gone = answer is None
-    reason = "corrupt_type" if isinstance(answer, ServerError) else None
+    reason, read_bytes = "missing" if answer is None else "corrupt_type", 0
     if isinstance(answer, memoryview):
-        reason = check.fault(value.name, answer)
+        reason, read_bytes = check.fault(value.name, answer) or "", answer.nbytes
 
     def remove() -> None:
         expect(connection, b"UNLINK", value.name)
 
-    run.judge(value.path, reason, remove)
-    return run.add(len(found), value.stored_bytes, is_gone=is_gone)
+    return run.judge(value, value.path, reason, read_bytes, remove)
 
 
 def small_value(connection: Connection, command: bytes, name: bytes) -> bytes:
