@@ -97,6 +97,20 @@ async def test_gc_erases_the_chunks_of_one_tenant(stores, options, key_file, enc
     await backend.close()
 
 
+@pytest.mark.parametrize("content", [b"", b"short"], ids=["empty", "short"])
+async def test_an_object_without_a_header_keeps_no_tenants_chunks_from_being_erased(
+    stores, content
+):
+    """A server answers a question for a part of an empty object by an error."""
+    backend, keys, one = stores[0], keys_of(2, "of a tenant"), tenant_id("one")
+    assert all(await backend.write(keys, filled(keys), [one] * 2))
+    name = chunk_name(namespace_tag(NAMESPACES[0]), keys_of(1)[0])
+    backend._bucket.put(name, [content], replace=True)
+    found = (await backend.erase(one, Garbage())).figures
+    assert (found["removed"], found["unknown"]) == (2, 6)
+    assert await backend.contains(keys) == [False] * 2
+
+
 async def test_what_is_described_of_a_bucket_does_not_depend_on_foreign_objects(
     stores, monkeypatch
 ):
