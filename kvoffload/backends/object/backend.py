@@ -242,6 +242,10 @@ class ObjectBackend(ThreadedBackend, ObjectAdmin):
 
         try:
             put = self._writes.ask(transfer)
+            if put is Put.PRESENT and self._manifest is not None and key not in self._manifest:
+                self._is_there(key)  # no lookup has asked for it: it may have expired
+                if replace := key in self._useless:
+                    put = self._writes.ask(transfer)
         except Failed:
             return False
         if put is Put.CONFLICT and not self._is_there(key):

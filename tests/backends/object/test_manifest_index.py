@@ -119,6 +119,25 @@ def test_a_manifest_that_is_too_large_hides_no_other_one(options, until, monkeyp
     again.join()
 
 
+async def test_an_object_that_expired_is_replaced_though_no_lookup_saw_it(
+    monkeypatch, options, until
+):
+    """A store meets it, where no lookup sends a request."""
+    backend, keys = open_backend("object", {**options, "manifest": True}, "n"), keys_of(1)
+    until(lambda: backend._manifest.is_complete)
+    assert await backend.write(keys, filled(keys)) == [True]
+    backend._manifest.discard(keys[0])  # as its age will have it
+    now = time.time() + backend._options.ttl_s + 60
+    with monkeypatch.context() as patch:
+        patch.setattr("kvoffload.backends.object.backend.time.time", lambda: now)
+        assert await backend.contains(keys) == [False]
+        assert await backend.write(keys, filled(keys)) == [True]
+    counters = backend.counters()
+    assert (counters["write_ok"], counters["write_replaced"]) == (1, 1)
+    assert await backend.read(keys, slots(1)) == [True]
+    await backend.close()
+
+
 async def test_a_bucket_that_refuses_manifests_costs_lookups_by_request():
     with S3StandIn(lambda verb, path: error(403, "AccessDenied")) as server:
         options = server.options(manifest=True)
