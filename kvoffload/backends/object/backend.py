@@ -397,6 +397,12 @@ class ObjectBackend(ThreadedBackend, ObjectAdmin):
         except Failed as failed:
             log.debug("object: the facts of the namespace could not be stored: %s", failed)
 
+    async def purge(self, namespaces: Sequence[str]) -> int:
+        removed = await super().purge(namespaces)
+        if self._manifest is not None and self._namespace in namespaces:
+            self._manifest.clear()
+        return removed
+
     # ---- the end -------------------------------------------------------------------------------
 
     async def closing(self) -> None:

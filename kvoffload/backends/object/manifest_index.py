@@ -75,6 +75,11 @@ class ManifestIndex:
             self._minutes.pop(key, None)
             self._untold.pop(key, None)
 
+    def clear(self) -> None:
+        """Forget all chunks: they were removed."""
+        with self._lock:
+            self._minutes, self._untold = {}, {}
+
     def close(self) -> None:
         """Tell what is untold, and end soon."""
         self._ended.set()

@@ -119,6 +119,23 @@ def test_a_manifest_that_is_too_large_hides_no_other_one(options, until, monkeyp
     again.join()
 
 
+async def test_what_was_purged_is_not_looked_up_any_more(options, until):
+    """Else each chunk of before would be a load that brings nothing."""
+    opened = [open_backend("object", {**options, "manifest": True}, name) for name in "nm"]
+    keys = keys_of(3)
+    until(lambda: all(each._manifest.is_complete for each in opened))
+    for backend in opened:
+        assert await backend.write(keys, filled(keys)) == [True] * 3
+    assert await opened[0].purge(["n"]) >= 3
+    assert await opened[0].contains(keys) == [False] * 3
+    assert await opened[0].purge(["m"]) >= 3
+    assert await opened[0].write(keys, filled(keys)) == [True] * 3
+    await opened[0].purge(["m"])
+    assert await opened[0].contains(keys) == [True] * 3
+    for backend in opened:
+        await backend.close()
+
+
 async def test_an_object_that_expired_is_replaced_though_no_lookup_saw_it(
     monkeypatch, options, until
 ):
