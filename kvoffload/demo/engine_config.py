@@ -1,6 +1,7 @@
 """The engine's settings: frozen, strict, and checked before any memory is touched."""
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -8,16 +9,15 @@ import msgspec
 from kvoffload.config import ByteSize, convert
 from kvoffload.demo.sampling import EOS
 from kvoffload.demo.self_attention import SelfAttention
-from kvoffload.errors import ConfigError
+from kvoffload.errors import check_setting
 
 
 def _check_counts(settings: msgspec.Struct, *others: str) -> None:
     """Refuse counts below 1; ``others`` are whole numbers that may be anything."""
     for name in settings.__struct_fields__:
         value = getattr(settings, name)
-        is_count = type(value) is int and name not in others
-        if is_count and value < 1:
-            raise ConfigError(name, value, "must be at least 1")
+        is_other = type(value) is not int or name in others
+        check_setting(settings, name, is_other or value >= 1, "must be at least 1")
 
 
 class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -35,17 +35,12 @@ class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
 
     def __post_init__(self) -> None:
         _check_counts(self)
-        if self.num_heads % self.num_kv_heads:
-            raise ConfigError(
-                "num_kv_heads",
-                self.num_kv_heads,
-                f"must divide num_heads = {self.num_heads}: KV heads serve equal groups of them",
-            )
-        if self.vocab_size <= EOS:
-            remedy = f"must be at least {EOS + 1}: bytes, and the end of a text"
-            raise ConfigError("vocab_size", self.vocab_size, remedy)
-        if self.head_size % 2:
-            raise ConfigError("head_size", self.head_size, "must be even: RoPE turns pairs")
+        check, heads = partial(check_setting, self), self.num_heads
+        remedy = f"must divide num_heads = {heads}: KV heads serve equal groups of them"
+        check("num_kv_heads", heads % self.num_kv_heads == 0, remedy)
+        remedy = f"must be at least {EOS + 1}: bytes, and the end of a text"
+        check("vocab_size", self.vocab_size > EOS, remedy)
+        check("head_size", self.head_size % 2 == 0, "must be even: RoPE turns pairs")
 
     def mixer(self, layer: int) -> type[SelfAttention]:
         """Return what mixes tokens in a layer; a subclass may have layers of other kinds."""
@@ -76,17 +71,15 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
 
     def __post_init__(self) -> None:
         _check_counts(self, "seed")
-        if self.dtype not in ("float32", "bfloat16", "float16"):
-            raise ConfigError("dtype", self.dtype, "use float32, bfloat16 or float16")
-        if self.max_model_len % self.block_size:
-            remedy = f"must divide max_model_len = {self.max_model_len}: a sequence is whole blocks"
-            raise ConfigError("block_size", self.block_size, remedy)
-        if self.max_num_batched_tokens < self.max_num_seqs:
-            remedy = f"must be at least max_num_seqs = {self.max_num_seqs}: one token each per step"
-            raise ConfigError("max_num_batched_tokens", self.max_num_batched_tokens, remedy)
-        if self.offload is not None and not self.enable_prefix_caching:
-            remedy = "offloading finds blocks by prefix: leave it on, or set offload to null"
-            raise ConfigError("enable_prefix_caching", False, remedy)
+        check, longest, most = partial(check_setting, self), self.max_model_len, self.max_num_seqs
+        is_known = self.dtype in ("float32", "bfloat16", "float16")
+        check("dtype", is_known, "use float32, bfloat16 or float16")
+        remedy = f"must divide max_model_len = {longest}: a sequence is whole blocks"
+        check("block_size", longest % self.block_size == 0, remedy)
+        remedy = f"must be at least max_num_seqs = {most}: one token each per step"
+        check("max_num_batched_tokens", self.max_num_batched_tokens >= most, remedy)
+        remedy = "offloading finds blocks by prefix: leave it on, or set offload to null"
+        check("enable_prefix_caching", self.offload is None or self.enable_prefix_caching, remedy)
 
 
 def parse_engine_config(raw: Mapping[str, Any]) -> EngineConfig:

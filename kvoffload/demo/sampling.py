@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from kvoffload.errors import ConfigError
+from kvoffload.errors import check_setting
 
 EOS = 256
 """The token that ends a text; those below it are bytes."""
@@ -29,10 +29,8 @@ class SamplingParams:
     ignore_eos: bool = False
 
     def __post_init__(self) -> None:
-        if self.max_tokens < 1:
-            raise ConfigError("max_tokens", self.max_tokens, "must be at least 1")
-        if not self.temperature >= 0:
-            raise ConfigError("temperature", self.temperature, "must be 0 (greedy) or more")
+        check_setting(self, "max_tokens", self.max_tokens >= 1, "must be at least 1")
+        check_setting(self, "temperature", self.temperature >= 0, "must be 0 (greedy) or more")
 
 
 def sample(logits: Tensor, params: SamplingParams, index: int) -> int:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import msgspec
 
 from kvoffload.config import convert
-from kvoffload.errors import ConfigError
+from kvoffload.errors import ConfigError, check_setting
 
 Request = tuple[int, ...]
 """Block ids of one prompt, head first; equal ids mean equal prefixes."""
@@ -28,8 +28,7 @@ class SyntheticOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How many requests to make."""
 
     def __post_init__(self) -> None:
-        if self.requests < 1:
-            raise ConfigError("requests", self.requests, "must be at least 1")
+        check_setting(self, "requests", self.requests >= 1, "must be at least 1")
 
 
 class _Turn(NamedTuple):
