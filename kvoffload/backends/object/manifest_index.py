@@ -28,7 +28,7 @@ MOST_KEYS = 1 << 21
 MOST_BYTES = 32 << 20
 """Of one manifest; a larger one is none of ours, and is passed over."""
 _LOOK_BACK = 20
-"""Minutes that names are listed again: clocks differ, and S3 allows 15 minutes."""
+"""Minutes before the last list that are listed again: clocks differ, and S3 allows 15 minutes."""
 _NAME = re.compile(r"(\d{10})-[0-9a-f]{16}")
 _LINE = re.compile(rb"(?:[0-9a-f]{2})+")
 
@@ -51,6 +51,8 @@ class ManifestIndex:
         self._untold: dict[bytes, None] = {}
         self._read: dict[str, None] = {}
         """Names of manifests that were read, and may be listed again."""
+        self._listed, self._told_s = 0, 0.0
+        """The minute of the last list of which all was read, and when manifests were written."""
         self._ended = threading.Event()
         self.is_complete = False
         """Whether all manifests that there were have been read once."""
@@ -105,6 +107,7 @@ class ManifestIndex:
             self._ended.wait(EVERY_S)
 
     def _tell(self) -> None:
+        self._told_s = time.monotonic()
         with self._lock:
             keys, self._untold = list(self._untold), {}
         most = max(1, MOST_BYTES // (2 * MAX_KEY_BYTES + 1))
@@ -121,9 +124,8 @@ class ManifestIndex:
 
     def _listen(self) -> None:
         """Read the manifests that are new, the latest first."""
-        now, first = _minute(), _minute() - int(self._ttl_s / 60) - 1
-        if self.is_complete:
-            first = max(first, now - _LOOK_BACK)
+        now = _minute()
+        first = max(now - int(self._ttl_s / 60) - 1, self._listed - _LOOK_BACK)
         after = f"{self._folder}/{first:010d}"
         listed: list[str] = []
         for number, each in enumerate(self._bucket.list(self._folder, after)):
@@ -141,10 +143,12 @@ class ManifestIndex:
                 continue
             self._take_in(name, int(found[1]))
             self._read[name] = None
+            if time.monotonic() - self._told_s >= EVERY_S:  # all of a week take hours to read
+                self._tell()
         self._read = dict.fromkeys(name for name in listed if name in self._read)
         with self._lock:
             self._drop_old(now)
-        self.is_complete = True
+        self.is_complete, self._listed = True, now
 
     def _take_in(self, name: str, minute: int) -> None:
         try:

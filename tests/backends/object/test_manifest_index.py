@@ -2,6 +2,7 @@
 
 import asyncio
 import itertools
+import threading
 import time
 
 import pytest
@@ -77,6 +78,42 @@ def test_foreign_and_old_manifests_are_passed_over(options, until):
     index = ManifestIndex(bucket, "a" * 16, 3600)
     until(lambda: index.is_complete)
     assert (len(index), b"k1" in index) == (1, True)
+    index.close()
+    index.join()
+
+
+def test_own_chunks_are_told_while_many_manifests_are_read(options, until, monkeypatch):
+    """Those of a week take hours at the first start."""
+    monkeypatch.setattr(manifest_index, "EVERY_S", 0)
+    bucket, folder = bucket_of(options), f"manifests/{'a' * 16}"
+    now, begin, told = int(time.time() // 60), threading.Event(), []
+    for number in range(3):
+        bucket.put(f"{folder}/{now:010d}-{number:016d}", [b"6b"], replace=True)
+
+    def fetch(name, most, whole=bucket.fetch):
+        begin.wait(60)
+        told.append(len([*bucket.list(folder)]) - 3)
+        return whole(name, most)
+
+    bucket.fetch = fetch
+    index = ManifestIndex(bucket, "a" * 16, 3600)
+    index.add(b"new")
+    begin.set()
+    until(lambda: index.is_complete)
+    assert told[-1] == 1
+    index.close()
+    index.join()
+
+
+def test_what_others_told_during_a_pause_is_read_after_it(options, until, monkeypatch):
+    """A first reading may take hours, and so may an outage of this host's network."""
+    bucket, now = bucket_of(options), int(time.time() // 60)
+    index = ManifestIndex(bucket, "a" * 16, 36000)
+    until(lambda: index.is_complete)
+    name = f"manifests/{'a' * 16}/{now + 30:010d}-{'0' * 16}"
+    monkeypatch.setattr(manifest_index, "_minute", lambda: now + 100)
+    bucket.put(name, [b"6b"], replace=True)
+    until(lambda: b"k" in index)
     index.close()
     index.join()
 
