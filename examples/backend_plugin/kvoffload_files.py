@@ -20,7 +20,6 @@ from kvoffload.backends.asynchronous import AsyncBackend
 from kvoffload.backends.base import Removal, Usage
 from kvoffload.backends.header import (
     COMPACT_BYTES,
-    NOT_DAMAGED,
     check_chunk,
     counted_as,
     namespace_digest,
@@ -143,14 +142,8 @@ class FilesBackend(AsyncBackend):
         run = Verification(files, wanted, lambda file: file[1])
         for path, size in run.chosen:
             reason = await self._damage(path)
-            if reason in NOT_DAMAGED:
-                run.add_unread(reason)
-            elif reason:
-                if run.repairs:
-                    await aiofiles.os.remove(path)
-                why = "removed" if run.repairs else "left in place"
-                run.add_damage(str(path), counted_as(reason), why, removed=run.repairs)
-            await asyncio.sleep(run.add(size, size))
+            why = reason and counted_as(reason)
+            await asyncio.sleep(run.judge((path, size), str(path), why, size, path.unlink))
         return run.report()
 
     async def _damage(self, path: Path) -> str | None:
