@@ -101,7 +101,7 @@ class ManifestIndex:
                 if not is_last:
                     self._listen()
             except (Failed, FileNotFoundError) as error:
-                log.debug("object: manifests are not read or written now: %s", error)
+                log.debug("object: manifests are not read now: %s", error)
             except Exception:
                 log.exception("object: manifests are not read or written now")
             self._ended.wait(EVERY_S)
@@ -116,10 +116,11 @@ class ManifestIndex:
             lines = [key.hex().encode() for key in keys[begin : begin + most]]
             try:
                 self._bucket.put(name, [b"\n".join(lines)], replace=True)
-            except Failed:
+            except Failed as error:
+                log.debug("object: manifests are not written now: %s", error)
                 with self._lock:  # the next manifest has them
                     self._untold = dict.fromkeys(keys[begin:][-MOST_KEYS:]) | self._untold
-                raise
+                return
             self._read[name] = None
 
     def _listen(self) -> None:

@@ -10,6 +10,7 @@ import pytest
 from kvoffload import open_backend
 from kvoffload.backends.object import manifest_index
 from kvoffload.backends.object.bucket import Bucket
+from kvoffload.backends.object.failures import BUSY, Failed
 from kvoffload.backends.object.manifest_index import ManifestIndex
 from kvoffload.backends.object.naming import namespace_tag
 from kvoffload.backends.object.options import ObjectOptions
@@ -113,6 +114,25 @@ def test_what_others_told_during_a_pause_is_read_after_it(options, until, monkey
     name = f"manifests/{'a' * 16}/{now + 30:010d}-{'0' * 16}"
     monkeypatch.setattr(manifest_index, "_minute", lambda: now + 100)
     bucket.put(name, [b"6b"], replace=True)
+    until(lambda: b"k" in index)
+    index.close()
+    index.join()
+
+
+def test_an_engine_that_may_write_no_manifest_reads_those_of_others(options, until):
+    bucket, refused = bucket_of(options), []
+
+    def put(name, parts, *, replace):
+        refused.append(name)
+        raise Failed(BUSY)
+
+    bucket.put = put
+    index = ManifestIndex(bucket, "a" * 16, 3600)
+    until(lambda: index.is_complete)
+    index.add(b"own")
+    until(lambda: len(refused) > 1)
+    name = f"manifests/{'a' * 16}/{time.time() // 60:010.0f}-{'0' * 16}"
+    bucket_of(options).put(name, [b"6b"], replace=True)
     until(lambda: b"k" in index)
     index.close()
     index.join()
