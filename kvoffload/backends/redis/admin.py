@@ -255,6 +255,10 @@ def _purge(operator: Operator, namespaces: Sequence[str]) -> int:
     return removed["values"]
 
 
+Judge = Callable[[Connection, list[bytes]], list[bool | None]]
+"""Tells of each chunk whether it is meant; None: that is not known."""
+
+
 def _collect(operator: Operator, wanted: Garbage, tenant: bytes | None = None) -> Collected:
     judge, front, total = _judge_of(operator, wanted, tenant), f"{PREFIX}:", Counter[str]()
     if wanted.namespace is not None:
@@ -289,7 +293,7 @@ def _collect(operator: Operator, wanted: Garbage, tenant: bytes | None = None) -
     return Collected.of_chunks(chunks, stored_bytes, wanted, why if unsure else "", undated=unsure)
 
 
-def _judge_of(operator: Operator, wanted: Garbage, tenant: bytes | None) -> "Judge | None":
+def _judge_of(operator: Operator, wanted: Garbage, tenant: bytes | None) -> Judge | None:
     """Return what says which chunks are meant; None: all of them are."""
     age_s, ttl_s = wanted.unused_s, operator.access.options.ttl_s
     if tenant is not None:
@@ -303,10 +307,6 @@ def _judge_of(operator: Operator, wanted: Garbage, tenant: bytes | None) -> "Jud
         remedy = f"a chunk expires after ttl_s, {ttl_s:g} s, without use; if the engines"
         raise ConfigError("older-than", f"{age_s:g} s", f"{remedy} have another: -o ttl_s=...")
     return partial(_are_unused, age_s, ttl_s)
-
-
-Judge = Callable[[Connection, list[bytes]], list[bool | None]]
-"""Tells of each chunk whether it is meant; None: that is not known."""
 
 
 def _are_of(
