@@ -34,6 +34,8 @@ _CLOSING = "kvoffload closes a store"
 """Name of tasks."""
 CLOSE_S = 5.0
 """How long closing stores may take."""
+TRY_AGAIN_S, LONGEST_S = 0.5, 30.0
+"""Time before a store that could not be opened is tried again; it doubles up to the second."""
 KEYS_PER_MESSAGE = 1024
 """Keys in one message to the engine's process, which decodes it in one go."""
 
@@ -203,6 +205,18 @@ async def open_store(wanted: Open, i: int, places: dict[str, int]) -> OpenStore:
         await close_stores([store])  # it holds threads, descriptors and locks
         raise
     return store
+
+
+async def until_open(open: Callable[[], Awaitable[_A]], refused: Callable[[Exception], None]) -> _A:
+    """Try to open a store until it is open; ``refused`` is called with the error of each try."""
+    pause_s = TRY_AGAIN_S
+    while True:
+        try:
+            return await open()
+        except Exception as error:  # also of one that has no thread for it
+            refused(error)
+        await asyncio.sleep(pause_s)
+        pause_s = min(LONGEST_S, 2 * pause_s)
 
 
 async def open_tier(tier: TierSettings, namespace: str) -> Backend:

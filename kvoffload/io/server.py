@@ -36,6 +36,7 @@ from kvoffload.io.open_stores import (
     open_store,
     purge,
     text_of,
+    until_open,
 )
 from kvoffload.io.protocol import (
     MOST_BYTES,
@@ -77,8 +78,6 @@ FIGURES_S = 0.5
 """Time between two messages of figures while no job ends; they also show that the server lives."""
 END_S = 1.0
 """How long calls of stores may take to end, after their cancellation, before stores are closed."""
-TRY_AGAIN_S, LONGEST_S = 0.5, 30.0
-"""Time before a store that could not be opened is tried again; it doubles up to the second."""
 CLOGGED_BYTES = 1 << 20
 """An engine that lets so much wait is told no figures until it reads."""
 MESSAGES_PER_TURN = 16
@@ -307,18 +306,15 @@ class Session:
         if wanted.erases(name):
             tried.set()
             await asyncio.wait([closing])
-        pause_s = TRY_AGAIN_S
-        while True:
-            try:
-                store = await self._open_store(wanted, i, places)
-                break
-            except ConfigError as error:
+
+        def refused(error: Exception) -> None:
+            if isinstance(error, ConfigError):
                 self.send(Refused(wanted.number, error.field, error.value, error.remedy))
-            except Exception:  # no thread is left, say: no setting is to blame
-                log.exception("%s cannot be opened yet", name)
+            else:  # no thread is left, say: no setting is to blame
+                log.error("%s cannot be opened yet", name, exc_info=error)
             tried.set()
-            await asyncio.sleep(pause_s)
-            pause_s = min(LONGEST_S, 2 * pause_s)
+
+        store = await until_open(partial(self._open_store, wanted, i, places), refused)
         await self._take_up(wanted, store, closing, running)
         tried.set()
 

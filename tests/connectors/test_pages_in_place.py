@@ -21,7 +21,7 @@ from kvoffload.connectors.sglang.page_store import PageStore
 from kvoffload.io.open_stores import ReadInPlace
 from kvoffload.io.protocol import Load, MessageReader, Store, Used
 from kvoffload.io.remote_tier import RemoteTier
-from kvoffload.io.service.shared_stores import StoreView
+from kvoffload.io.service.layered_store import StoreView
 from tests.support.disk_chunks import stored_in
 from tests.support.host_pages import PAGE, Pool, disk
 from tests.support.hung_mount import bind_mount, hung_mount

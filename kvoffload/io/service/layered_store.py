@@ -1,14 +1,21 @@
-"""Stores one above the other, as one backend: the nearest answers first."""
+"""The store of one namespace: stores one above the other, and a view of them for each session.
+
+A view is a backend: a session uses it as one that it has opened itself. What the layers say of
+their chunks is told to each view, because an index has one reader.
+"""
 
 import asyncio
+import contextlib
 import logging
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Coroutine, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from itertools import compress
+from typing import Any, TypeVar
 
 from kvoffload.backends.admin import Purges
 from kvoffload.backends.base import (
+    Answers,
     Backend,
     Described,
     LocalIndex,
@@ -22,104 +29,241 @@ from kvoffload.backends.base import (
     Written,
     check_lengths,
 )
+from kvoffload.backends.changes import ChangedKeys
 from kvoffload.backends.log_rate import Throttle
 from kvoffload.errors import ConfigError
-from kvoffload.io.open_stores import call_for
-from kvoffload.io.service.turns import NoTurnError
+from kvoffload.io.loans import Lends
+from kvoffload.io.open_stores import CLOSE_S, KEYS_PER_MESSAGE, OpenStore, call_for, close_stores
+from kvoffload.io.service.host_store import HostStore
+from kvoffload.io.service.key_parts import new_parts
+from kvoffload.io.service.turns import NoTurnError, Turns
 from kvoffload.policies.told_return import ToldReturn
 
 T = TypeVar("T")
 _failures = Throttle(logging.getLogger(__name__))
 
-
-@runtime_checkable
-class HoldsMany(Protocol):
-    """An index that answers for many keys faster than for each."""
-
-    def held(self, keys: Sequence[bytes]) -> list[bool]:
-        """Return for each key whether it is here."""
-        ...
+MEMORY = "memory"
+"""The name of the server's memory among the layers."""
+_MAX_REMOVALS = 1 << 16
+"""Removals kept for a session that may never ask; older ones are lost to it."""
 
 
-class Caller(Protocol):
-    """Makes the calls of layers, each once the session that asks has a turn at the layer."""
-
-    def __call__(
-        self, kind: str, store: str, chunks: int, work: Callable[[], Coroutine[Any, Any, T]]
-    ) -> Coroutine[Any, Any, T]:
-        """Return what a call of so many chunks returns."""
-        ...
-
-
-async def at_once(
-    kind: str, store: str, chunks: int, work: Callable[[], Coroutine[Any, Any, T]]
-) -> T:
-    """Make a call of no session."""
-    return await work()
-
-
-class Layers(Observable, ReadsEach, Spares):
-    """Stores of one namespace, the nearest first.
-
-    A store goes to all of them, and succeeds if one has taken the chunk. A load asks them in turn;
-    what a farther one brings is stored in the nearer ones as well.
+class SharedStore:
+    """Stores of one namespace, the nearest first, and the views that sessions have of them.
 
     Args:
-        layers: open stores by their names; closed with this one.
+        memory: the nearest one.
+        order: the names of all, the nearest first.
+        unused: called when the last view is closed.
     """
 
-    def __init__(self, layers: Mapping[str, Backend]) -> None:
-        self._take(layers)
+    def __init__(self, memory: HostStore, order: Sequence[str], unused: Callable[[], None]) -> None:
+        self.memory = memory
+        self._order = MEMORY, *order
+        self._unused = unused
+        self.views: list[StoreView] = []
+        self._present = new_parts(set[bytes])
+        """What the index has told so far, but for what is in memory, which has tables of it."""
+        self._facts: Mapping[str, str] = {}
+        """Those behind the namespace."""
+        self.opening: dict[str, asyncio.Task[None]] = {}
+        """Layer below the memory → what opens it."""
+        self.is_indexed = False
+        """Whether all layers have an index, and so the views."""
+        self._take({MEMORY: memory})
 
     def _take(self, layers: Mapping[str, Backend]) -> None:
         self.layers = layers
         # Asked once: each question to a protocol takes some 10 µs, and each job would ask ten.
-        self._observed = [
-            (name, one) for name, one in layers.items() if isinstance(one, Observable)
-        ]
-        self._indexes = [one for one in layers.values() if isinstance(one, LocalIndex)]
+        self.observed = [(name, one) for name, one in layers.items() if isinstance(one, Observable)]
+        """The layers that tell figures."""
+        below = [one for name, one in layers.items() if name != MEMORY]
+        self._farther = [one for one in below if isinstance(one, LocalIndex)]
+        self._indexes: list[LocalIndex] = [self.memory, *self._farther]
         self._sparing = [one for one in layers.values() if isinstance(one, Spares)]
 
-    def add(self, name: str, layer: Backend, order: Sequence[str]) -> bool:
-        """Add a store that has opened late; return whether that can be.
+    # ---- its layers ----
 
-        Args:
-            name: of the new one.
-            layer: the store, closed with this one from now on.
-            order: all names, the nearest first.
-        """
+    def settle(self, *, late_have_index: bool = True) -> None:
+        """Choose whether views have an index, before the first one, by what is open by then."""
+        self.is_indexed = late_have_index and len(self._indexes) == len(self.layers)
+
+    async def add(self, name: str, layer: Backend) -> bool:
+        """Add a store that has opened, and tell it what it missed; return whether that can be."""
+        if self.is_indexed and not isinstance(layer, LocalIndex):
+            return False
         layers = {**self.layers, name: layer}
-        self._take({each: layers[each] for each in order if each in layers})
+        self._take({each: layers[each] for each in self._order if each in layers})
+        self.spare()
+        if self._facts:
+            await self.describe(self._facts)
         return True
 
-    async def contains(
-        self, keys: Sequence[bytes], call: Caller = at_once, timeout_s: float | None = None
-    ) -> list[bool]:
+    def check_fit(self, chunk_bytes: int) -> None:
+        """Refuse a chunk that a layer has no room for; raises ConfigError."""
+        for name, layer in self.observed:
+            try:
+                layer.check_fit(chunk_bytes)
+            except ConfigError as error:
+                raise ConfigError(f"{name}.{error.field}", error.value, error.remedy) from error
+
+    async def describe(self, facts: Mapping[str, str]) -> None:
+        """Let the layers keep the facts behind the namespace."""
+        self._facts = facts
+        await _together(layer.describe(facts) for _, layer in self.observed)
+
+    async def purge(self, namespaces: Sequence[str]) -> int:
+        """Remove namespaces from all layers.
+
+        Raises:
+            OSError: a layer cannot do it, or is not open yet.
+        """
+        closed, removed = self.opening.keys() - self.layers.keys(), 0
+        for name, layer in self.layers.items():
+            if not isinstance(layer, Purges):
+                raise OSError(f"{name} cannot remove a namespace")
+            removed += await layer.purge(namespaces)
+        if closed:  # also if one has opened meanwhile
+            raise OSError(f"{', '.join(sorted(closed))} cannot be opened yet")
+        return removed
+
+    def spare(self) -> None:
+        """Tell the layers what the queues of all engines need."""
+        keys = frozenset[bytes]().union(*(view.spared for view in self.views))
+        self.hint(lambda layer: layer.spare(keys))
+
+    def hint(self, tell: Callable[[Spares], None]) -> None:
+        """Tell each layer, whatever a plug-in's does: the end of a session must not fail here."""
+        for layer in self._sparing:
+            try:
+                tell(layer)
+            except Exception as error:
+                _failures.warning("a layer takes no hint: %r", error)
+
+    async def close(self) -> None:
+        """Close all layers, those that are being opened as well."""
+        for task in self.opening.values():
+            task.cancel()
+        if self.opening:
+            await asyncio.wait(self.opening.values())
+        await close_stores([OpenStore(*layer) for layer in self.layers.items()], CLOSE_S)
+
+    # ---- its views ----
+
+    def new_view(self, lookup_s: float | None = None) -> "StoreView":
+        """Return a view for one session, which closes it; ``lookup_s``: how long it asks layers."""
+        view = (IndexedView if self.is_indexed else StoreView)(self, lookup_s)
+        self.views.append(view)
+        return view
+
+    def end(self, view: "StoreView") -> None:
+        """Take in that a view is closed."""
+        self.views.remove(view)
+        self.spare()
+        if not self.views:
+            self._unused()
+
+    def tell_removals(self) -> None:
+        """Tell all views which chunks have left, and are in no other layer with an index."""
+        left = [each for _, layer in self.observed for each in layer.take_removals()]
+        for removal in left:
+            if not self.holds(removal.key):
+                for view in self.views:
+                    view.removals.append(removal)
+
+    def written(self, keys: Sequence[bytes]) -> None:
+        """Take in that these were stored: what a view has forgotten counts again."""
+        for view in self.views:
+            view.remembered(keys)
+
+    # ---- its index ----
+
+    def holds(self, key: bytes) -> bool:
+        """Return whether a layer with an index has a chunk."""
+        for layer in self._indexes:  # noqa: SIM110, a generator costs twice as much for each key
+            if layer.holds(key):
+                return True
+        return False
+
+    def held(self, keys: Sequence[bytes]) -> list[bool]:
+        """Return for each key whether a layer with an index holds it."""
+        answers = self.memory.held(keys)
+        for layer in self._farther:
+            pairs = zip(keys, answers, strict=True)
+            answers = [there or layer.holds(key) for key, there in pairs]
+        return answers
+
+    def parts(self) -> list[Collection[bytes]]:
+        """Return what the index has told so far, in parts that change as it does."""
+        # What is told from now on is a change: a part that is empty yet would list it once more.
+        return list(filter(None, [*self.memory.tables(), *self._present.values()]))
+
+    def pump(self) -> None:
+        """Tell all views what has changed in the index."""
+        changed: dict[bytes, bool] = {}  # each once
+        for layer in self._indexes:
+            changed.update(layer.take_changes(KEYS_PER_MESSAGE - len(changed)))
+        gone = [key for key, is_there in changed.items() if not is_there]  # from one of them
+        changed.update(zip(gone, self.held(gone), strict=True))
+        keys, present = list(changed), self._present
+        for (key, is_there), is_near in zip(changed.items(), self.memory.held(keys), strict=True):
+            if is_there and not is_near:
+                present[key[:1]].add(key)
+            else:
+                present[key[:1]].discard(key)
+        for view in self.views:
+            view.changed(keys)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether each layer has told of all that was stored in it earlier."""
+        return all(layer.is_complete for layer in self._indexes)
+
+
+class StoreView(Observable, Lends, Spares, Purges):
+    """What one session sees of a shared store; made by :meth:`SharedStore.new_view`.
+
+    A store goes to all layers, and succeeds if one has taken the chunk. A load asks them in turn;
+    what a farther one brings is stored in the nearer ones as well.
+    """
+
+    is_shared = True
+
+    def __init__(self, shared: SharedStore, lookup_s: float | None) -> None:
+        self._shared = shared
+        self._lookup_s = lookup_s
+        self._turns = Turns()
+        self._is_closed = False
+        self.removals: deque[Removal] = deque(maxlen=_MAX_REMOVALS)
+        self.spared: Collection[bytes] = ()
+        """What this session's engine needs next."""
+
+    # ---- chunks ----
+
+    async def contains(self, keys: Sequence[bytes]) -> list[bool]:
         """Return for each chunk whether a layer has it; one that has not answered has none.
 
         A call that hangs goes on, and ends by itself: it uses no memory of the caller.
         """
         answers = [False] * len(keys)
-        asking = asyncio.create_task(self._ask(keys, answers, call))
+        asking = asyncio.create_task(self._ask(keys, answers))
         try:
-            await asyncio.wait([asking], timeout=timeout_s)
+            await asyncio.wait([asking], timeout=self._lookup_s)
         finally:
             asking.cancel()
         if asking.done():
             asking.result()
         return answers
 
-    async def _ask(self, keys: Sequence[bytes], answers: list[bool], call: Caller) -> None:
-        for name, layer in self.layers.items():
+    async def _ask(self, keys: Sequence[bytes], answers: list[bool]) -> None:
+        for name, layer in self._shared.layers.items():
             if unknown := [i for i, there in enumerate(answers) if not there]:
                 ask = partial(layer.contains, [keys[i] for i in unknown])
-                for found in await _together([call("ask", name, len(unknown), ask)]):
+                for found in await _together([self._turns.call("ask", name, len(unknown), ask)]):
                     for i, there in zip(unknown, found, strict=True):
                         answers[i] = there
 
-    async def read(
-        self, keys: Sequence[bytes], into: Sequence[memoryview]
-    ) -> list[bool | ReadResult]:
+    async def read(self, keys: Sequence[bytes], into: Sequence[memoryview]) -> Answers:
         return await self.read_each(keys, into, lambda i: None)
 
     async def read_each(
@@ -128,8 +272,7 @@ class Layers(Observable, ReadsEach, Spares):
         into: Sequence[memoryview],
         arrived: Callable[[int], None],
         tenants: Sequence[bytes] = (),
-        call: Caller = at_once,
-    ) -> list[bool | ReadResult]:
+    ) -> Answers:
         """See :meth:`ReadsEach.read_each`; ``tenants``: for whom each chunk is copied nearer."""
         check_lengths(keys, into)
         answers: list[bool | ReadResult] = [ReadResult.MISSING] * len(keys)
@@ -139,79 +282,96 @@ class Layers(Observable, ReadsEach, Spares):
             answers[i] = True  # whatever becomes of the call: its slot is copied from now on
             arrived(i)
 
-        for name, layer in self.layers.items():
+        for name, layer in self._shared.layers.items():
             wanted = [i for i, answer in enumerate(answers) if not answer]
             if isinstance(layer, LocalIndex):
                 wanted = [i for i in wanted if layer.holds(keys[i])]
             if wanted:
                 read = partial(_read, layer, keys, into, wanted, came)
-                for found in await _together([call("read", name, len(wanted), read)]):
+                for found in await _together([self._turns.call("read", name, len(wanted), read)]):
                     for i, answer in zip(wanted, found, strict=True):
                         answers[i] = answers[i] or answer
                 brought = [i for i in wanted if answers[i]]
                 if brought and nearer:  # the slots are the caller's until this returns
                     some = [keys[i] for i in brought], [into[i] for i in brought]
                     whose = [tenants[i] for i in brought] if tenants else ()
-                    await _together(_writes(nearer, *some, whose, call))
+                    await _together(self._writes(nearer, *some, whose))
             nearer[name] = layer
         return answers
 
     async def write(
+        self, keys: Sequence[bytes], chunks: Sequence[memoryview], tenants: Sequence[bytes] = ()
+    ) -> Sequence[Written]:
+        check_lengths(keys, chunks)
+        answered = await _together(self._writes(self._shared.layers, keys, chunks, tenants))
+        answers = list(map(_best, zip([False] * len(keys), *answered, strict=True)))
+        self._shared.written([key for key, good in zip(keys, answers, strict=True) if good])
+        return answers
+
+    def _writes(
         self,
+        layers: Mapping[str, Backend],
         keys: Sequence[bytes],
         chunks: Sequence[memoryview],
-        tenants: Sequence[bytes] = (),
-        call: Caller = at_once,
-    ) -> list[Written]:
-        check_lengths(keys, chunks)
-        answers = await _together(_writes(self.layers, keys, chunks, tenants, call))
-        return list(map(_best, zip([False] * len(keys), *answers, strict=True)))
+        tenants: Sequence[bytes],
+    ) -> Iterator[Coroutine[Any, Any, Sequence[Written]]]:
+        for name, layer in layers.items():
+            work = partial(call_for, tenants, layer.write, keys, chunks)
+            yield self._turns.call("write", name, len(keys), work)
 
-    async def remove(self, keys: Sequence[bytes], call: Caller = at_once) -> None:
+    async def remove(self, keys: Sequence[bytes]) -> None:
         await _together(
-            call("write", name, len(keys), partial(layer.remove, keys))
-            for name, layer in self.layers.items()
+            self._turns.call("write", name, len(keys), partial(layer.remove, keys))
+            for name, layer in self._shared.layers.items()
         )
 
+    async def verify(self, keys: Sequence[bytes], sizes: Sequence[int]) -> None:
+        check = partial(self._shared.memory.verify, keys, sizes)
+        with contextlib.suppress(NoTurnError):
+            await self._turns.call("verify", MEMORY, len(keys), check)
+
+    def lend(
+        self, keys: Sequence[bytes], sizes: Sequence[int]
+    ) -> tuple[list[int], Callable[[], None]]:
+        if self._is_closed:
+            return [-1] * len(keys), lambda: None
+        return self._shared.memory.lend(keys, sizes)
+
     async def close(self) -> None:
-        await _together(layer.close() for layer in self.layers.values())
+        """Leave the store; return once none of its calls is in progress."""
+        if not self._is_closed:
+            self._is_closed = True
+            self.spared = ()
+            self.emptied()
+            self._shared.end(self)
+        await self._turns.end()
 
     async def purge(self, namespaces: Sequence[str]) -> int:
-        """Remove namespaces from all layers.
+        return await self._shared.purge(namespaces)
 
-        Raises:
-            OSError: a layer cannot do it.
-        """
-        removed = 0
-        for name, layer in self.layers.items():
-            if not isinstance(layer, Purges):
-                raise OSError(f"{name} cannot remove a namespace")
-            removed += await layer.purge(namespaces)
-        return removed
+    # ---- what it is told by the store, and tells it ----
+
+    def changed(self, keys: Sequence[bytes]) -> None:
+        """Take in that the presence of chunks may have changed."""
+
+    def remembered(self, keys: Sequence[bytes]) -> None:
+        """Take in that these were stored."""
+
+    def emptied(self) -> None:
+        """Take in that none of the chunks can be read any more."""
 
     def spare(self, keys: Collection[bytes]) -> None:
-        self._hint(lambda layer: layer.spare(keys))
+        self.spared = keys
+        self._shared.spare()
 
     def expect(self, returns: Sequence[ToldReturn], share: float) -> None:
-        self._hint(lambda layer: layer.expect(returns, share))
-
-    def _hint(self, tell: Callable[[Spares], None]) -> None:
-        """Tell each layer, whatever a plug-in's does: the end of a session must not fail here."""
-        for layer in self._sparing:
-            try:
-                tell(layer)
-            except Exception as error:
-                _failures.warning("a layer takes no hint: %r", error)
+        self._shared.hint(lambda layer: layer.expect(returns, share))
 
     # ---- figures ----
 
-    def observed(self) -> Sequence[tuple[str, Observable]]:
-        """Return the layers that tell figures."""
-        return self._observed
-
     def usage(self) -> Usage:
         """Return what all layers have together; each one's bytes are gauges."""
-        usages = {name: layer.usage() for name, layer in self._observed}
+        usages = {name: layer.usage() for name, layer in self._shared.observed}
         gauges = dict[str, int]()
         for name, usage in usages.items():
             if usage.resident_bytes is not None:
@@ -226,81 +386,68 @@ class Layers(Observable, ReadsEach, Spares):
 
     def counters(self) -> Mapping[str, int]:
         total = Counter[str]()
-        for _, layer in self._observed:
+        for _, layer in self._shared.observed:
             total.update(layer.counters())
         return total
 
     def take_removals(self) -> list[Removal]:
-        """Return the chunks that have left, and are in no other layer with an index."""
-        left = [each for _, layer in self._observed for each in layer.take_removals()]
-        return [each for each in left if not any(index.holds(each.key) for index in self._indexes)]
+        self._shared.tell_removals()
+        return [self.removals.popleft() for _ in range(len(self.removals))]
 
     async def describe(self, facts: Mapping[str, str]) -> None:
-        await _together(layer.describe(facts) for _, layer in self._observed)
+        await self._shared.describe(facts)
 
     async def described(self) -> Sequence[Described]:
-        lists = await _together(layer.described() for _, layer in self._observed)
+        lists = await _together(layer.described() for _, layer in self._shared.observed)
         return [each for described in lists for each in described]
 
-    def check_fit(self, chunk_bytes: int) -> None:
-        for name, layer in self._observed:
-            try:
-                layer.check_fit(chunk_bytes)
-            except ConfigError as error:
-                raise ConfigError(f"{name}.{error.field}", error.value, error.remedy) from error
 
+class IndexedView(StoreView, LocalIndex):
+    """A view of layers that all have an index.
 
-class IndexedLayers(Layers, LocalIndex):
-    """Layers that all have an index."""
+    What one engine could not load is absent for this engine alone: it may have been too slow.
+    """
 
-    def _take(self, layers: Mapping[str, Backend]) -> None:
-        super()._take(layers)
-        self._held = [_held_by(index) for index in self._indexes]
-
-    def add(self, name: str, layer: Backend, order: Sequence[str]) -> bool:
-        return isinstance(layer, LocalIndex) and super().add(name, layer, order)
+    def __init__(self, shared: SharedStore, lookup_s: float | None) -> None:
+        super().__init__(shared, lookup_s)
+        self._changes = ChangedKeys()
+        self._changes.begin_parts(shared.parts())
+        self._forgotten: set[bytes] = set()
 
     def holds(self, key: bytes) -> bool:
-        for layer in self._indexes:  # noqa: SIM110, a generator costs twice as much for each key
-            if layer.holds(key):
-                return True
-        return False
-
-    def held(self, keys: Sequence[bytes]) -> list[bool]:
-        """Return for each key whether a layer holds it."""
-        nearest, *farther = self._held
-        answers = list(nearest(keys))
-        for held in farther:
-            left = [i for i, there in enumerate(answers) if not there]
-            for i, there in zip(left, held([keys[i] for i in left]), strict=True):
-                answers[i] = there
-        return answers
+        return key not in self._forgotten and not self._is_closed and self._shared.holds(key)
 
     def forget(self, keys: Sequence[bytes]) -> None:
-        for layer in self._indexes:
-            layer.forget(keys)
+        # One that has left as well is no longer told of: it would stay forgotten when it returns.
+        self._forgotten.update(compress(keys, self._shared.held(keys)))
+        self._changes.note_all(keys)
+
+    def remembered(self, keys: Sequence[bytes]) -> None:
+        for key in self._forgotten.intersection(keys):
+            self._forgotten.discard(key)
+            self._changes.note(key)
+
+    def changed(self, keys: Sequence[bytes]) -> None:
+        if self._forgotten:
+            self._forgotten -= {
+                key for key in self._forgotten.intersection(keys) if not self._shared.holds(key)
+            }
+        self._changes.note_all(keys)
+
+    def emptied(self) -> None:
+        self._changes.begin_parts(self._shared.parts())
 
     def take_changes(self, limit: int) -> list[tuple[bytes, bool]]:
-        changed: dict[bytes, bool] = {}  # each once
-        for layer in self._indexes:
-            changed.update(layer.take_changes(limit - len(changed)))
-        gone = [key for key, is_there in changed.items() if not is_there]  # from one of them
-        changed.update(zip(gone, self.held(gone), strict=True))
-        return list(changed.items())
+        if not self._is_closed:
+            self._shared.pump()
+        keys = self._changes.take(limit)
+        held = [False] * len(keys) if self._is_closed else self._shared.held(keys)
+        forgotten = self._forgotten
+        return [(k, there and k not in forgotten) for k, there in zip(keys, held, strict=True)]
 
     @property
     def is_complete(self) -> bool:
-        return all(layer.is_complete for layer in self._indexes)
-
-
-def layered(layers: Mapping[str, Backend], *, late_have_index: bool = True) -> Layers:
-    """Return stores as one; with an index if all of them have one, and those to be added later."""
-    is_indexed = all(isinstance(layer, LocalIndex) for layer in layers.values())
-    return IndexedLayers(layers) if is_indexed and late_have_index else Layers(layers)
-
-
-def _held_by(index: LocalIndex) -> Callable[[Sequence[bytes]], Iterable[bool]]:
-    return index.held if isinstance(index, HoldsMany) else partial(map, index.holds)
+        return not self._changes and self._shared.is_complete
 
 
 def _best(answers: Sequence[Written]) -> Written:
@@ -328,18 +475,6 @@ async def _together(calls: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
         else:
             answers.append(answer)
     return answers
-
-
-def _writes(
-    layers: Mapping[str, Backend],
-    keys: Sequence[bytes],
-    chunks: Sequence[memoryview],
-    tenants: Sequence[bytes],
-    call: Caller,
-) -> Iterator[Coroutine[Any, Any, Sequence[Written]]]:
-    for name, layer in layers.items():
-        work = partial(call_for, tenants, layer.write, keys, chunks)
-        yield call("write", name, len(keys), work)
 
 
 async def _read(

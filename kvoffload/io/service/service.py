@@ -24,9 +24,10 @@ from kvoffload.io.open_stores import CLOSE_S
 from kvoffload.io.protocol import VERSION, Load, Refused, Store, TierSettings, frame
 from kvoffload.io.server import Session
 from kvoffload.io.service.host_memory import HostMemory
+from kvoffload.io.service.layered_store import MEMORY
 from kvoffload.io.service.namespace_shares import NamespaceShares
 from kvoffload.io.service.settings import ServeConfig
-from kvoffload.io.service.shared_stores import MEMORY, SharedStores
+from kvoffload.io.service.shared_stores import SharedStores
 from kvoffload.io.service.systemd import keep_memory, keeps_memory
 from kvoffload.metrics.names import (
     ENGINE_LOAD_BYTES,

@@ -15,7 +15,7 @@ from kvoffload.io import client, deadlines, greeting, server
 from kvoffload.io.attached import AttachedServer
 from kvoffload.io.client import IOClient
 from kvoffload.io.protocol import Answered, Borrow, Load, MessageReader, Passed, Store, frame
-from kvoffload.io.service import service, shared_stores
+from kvoffload.io.service import layered_store, service, shared_stores
 from kvoffload.io.service.host_memory import HostMemory
 from kvoffload.io.service.host_store import HostStore
 from kvoffload.io.service.listener import Listener
@@ -58,7 +58,7 @@ def with_a_load_that_hangs(path, monkeypatch):
     """Attach an engine, and begin a load; return its connection, and what lets the load end."""
     monkeypatch.setattr(server, "END_S", 0.05)
     monkeypatch.setattr(service, "CLOSE_S", 0.1)
-    monkeypatch.setattr(shared_stores, "CLOSE_S", 0.1)
+    monkeypatch.setattr(layered_store, "CLOSE_S", 0.1)
     is_reading, may_read, read = threading.Event(), threading.Event(), HostMemory.read
 
     def hanging(memory, *args):

@@ -8,15 +8,17 @@ import threading
 import tracemalloc
 
 import pytest
+from layers import shared_store
 
+from kvoffload import registry
 from kvoffload.backends.admin import Garbage
 from kvoffload.errors import ConfigError
+from kvoffload.io import open_stores
 from kvoffload.io.protocol import TierSettings
 from kvoffload.io.service import shared_stores
 from kvoffload.io.service.host_memory import BLOCK, HostMemory
 from kvoffload.io.service.host_store import HostStore
-from kvoffload.io.service.layered_store import layered
-from kvoffload.io.service.shared_stores import SharedStore, SharedStores
+from kvoffload.io.service.shared_stores import SharedStores
 from kvoffload.metrics.names import CAPACITY_BYTES, RESIDENT_BYTES
 from kvoffload.policies.lru import LRUPolicy
 from kvoffload.policies.told_return import ToldReturn
@@ -50,7 +52,7 @@ class TestView(BackendSuite):
 
     def open(self, namespace, chunks=1024):
         memory = HostStore(HostMemory(chunks * CHUNK_BYTES, LRUPolicy), "n")
-        return SharedStore(layered({"memory": memory}), memory, lambda: None).new_view()
+        return shared_store(memory).new_view()
 
     def open_small(self, namespace):
         return self.open(namespace, 16)
@@ -182,7 +184,9 @@ async def test_what_one_engine_could_not_load_is_there_for_the_rest():
     await fast.remove([key])
     assert listed(slow) == set()
     slow.forget([key])  # its load has failed because the chunk had left
-    await slow._store.write([key], filled([key]))  # as another process does that has this root
+    await slow._shared.memory.write(
+        [key], filled([key])
+    )  # as another process does that has this root
     assert listed(slow) == {key}
     await slow.close()
     await fast.close()
@@ -213,15 +217,15 @@ async def test_a_store_ends_with_its_last_view_though_a_plug_in_takes_no_hint(ca
     ended = []
     memory = HostStore(HostMemory(4 * CHUNK_BYTES, LRUPolicy), "n")
     plug_in = PlugIn(HostMemory(4 * CHUNK_BYTES, LRUPolicy), "n")
-    store = layered({"plug-in": plug_in, "memory": memory})
-    view = SharedStore(store, memory, lambda: ended.append(True)).new_view()
+    shared = shared_store(plug_in, lambda: ended.append(True), below=memory)
+    view = shared.new_view()
     view.spare(keys_of(1))
     assert memory._memory._spared, "the next layer has learned of it"
     await view.close()
     assert ended
     assert not memory._memory._spared
     assert "no such thing" in caplog.text
-    await store.close()
+    await shared.close()
 
 
 async def test_the_disk_below_learns_when_the_sessions_of_an_engine_return(tmp_path):
@@ -277,7 +281,7 @@ async def test_the_memory_keeps_a_namespace_that_no_engine_uses(tmp_path):
 async def test_the_memory_serves_while_a_backend_cannot_be_opened(
     tmp_path, monkeypatch, backend, settings
 ):
-    monkeypatch.setattr(shared_stores, "TRY_AGAIN_S", 0.01)
+    monkeypatch.setattr(open_stores, "TRY_AGAIN_S", 0.01)
     root, keys = tmp_path / "kv", keys_of(2)
     root.write_text("no folder")
     options = {"root": str(root), **settings}
@@ -287,7 +291,7 @@ async def test_the_memory_serves_while_a_backend_cannot_be_opened(
     assert await two.contains(keys) == [True, False]
     root.unlink()
     root.mkdir(0o700)
-    while backend not in one._store.layers:  # noqa: ASYNC110 - nothing tells
+    while backend not in one._shared.layers:  # noqa: ASYNC110 - nothing tells
         await asyncio.sleep(0.01)
     for key in keys:  # the memory has room for one of them
         assert await one.write([key], filled([key])) == [True]
@@ -298,7 +302,7 @@ async def test_the_memory_serves_while_a_backend_cannot_be_opened(
 
 
 async def test_a_backend_that_opens_late_is_told_what_it_has_missed(tmp_path, monkeypatch):
-    monkeypatch.setattr(shared_stores, "TRY_AGAIN_S", 0.01)
+    monkeypatch.setattr(open_stores, "TRY_AGAIN_S", 0.01)
     root, keys, new = tmp_path / "kv", keys_of(3), keys_of(16, "new")
     room = {"capacity": 8 * (CHUNK_BYTES + 2 * 4096), "high_watermark": 1.0, "min_free": 0}
     root.write_text("no folder")
@@ -308,10 +312,10 @@ async def test_a_backend_that_opens_late_is_told_what_it_has_missed(tmp_path, mo
     await view.describe(OPEN.facts)
     root.unlink()
     root.mkdir(0o700)
-    await asyncio.wait(view._shared.late.values())
+    await asyncio.wait(view._shared.opening.values())
     for key in (*keys, *new):
         assert await view.write([key], filled([key])) == [True]
-    disk = view._store.layers["disk"]
+    disk = view._shared.layers["disk"]
     assert all(map(disk.holds, keys))
     assert not all(map(disk.holds, new))
     await view.close()
@@ -323,7 +327,7 @@ async def test_a_backend_that_opens_late_is_told_what_it_has_missed(tmp_path, mo
 async def test_what_a_backend_has_that_is_not_open_yet_is_not_said_to_be_removed(
     tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(shared_stores, "TRY_AGAIN_S", 0.01)
+    monkeypatch.setattr(open_stores, "TRY_AGAIN_S", 0.01)
     root, keys = tmp_path / "kv", keys_of(2)
     disk = TierSettings("disk", "disk", {"root": str(root), "min_free": 0}, "b.")
     stores = new_stores(1, disk)
@@ -339,7 +343,7 @@ async def test_what_a_backend_has_that_is_not_open_yet_is_not_said_to_be_removed
         await view.purge([OPEN.namespace])
     root.unlink()
     (tmp_path / "away").rename(root)
-    await asyncio.wait(view._shared.late.values())
+    await asyncio.wait(view._shared.opening.values())
     assert await view.purge([OPEN.namespace]) == 2
     assert await view.contains(keys) == [False, False]
     await view.close()
@@ -361,17 +365,23 @@ async def test_a_session_that_ends_while_its_store_opens_leaves_nothing_open():
 
 async def test_a_backend_that_has_opened_as_its_last_session_ends_is_closed(tmp_path, monkeypatch):
     monkeypatch.setattr(shared_stores, "PATIENT_S", 0.0)
+    open_backend, made, is_open = registry.open_backend, [], threading.Event()
+
+    def opens(*args, **where):
+        made.append(open_backend(*args, **where))
+        is_open.set()
+        return made[0]
+
+    monkeypatch.setattr(registry, "open_backend", opens)
     disk = TierSettings("disk", "disk", {"root": str(tmp_path / "kv"), "min_free": 0}, "")
     stores = new_stores(4, disk)
     view = await opened(stores)
-    (opening_it,) = (t for t in asyncio.all_tasks() if t.get_coro().__name__ == "open_tier")
-    while not opening_it.done():  # noqa: ASYNC110 - what waits for it has its turn after this
-        await asyncio.sleep(0)
-    assert not view._shared.late["disk"].done()
+    assert is_open.wait(60)  # the loop has no turn meanwhile, and learns of it after this
+    assert not view._shared.opening["disk"].done()
     await stores._close(OPEN.namespace, view._shared)  # as once the last session has ended
     await view.close()
     await stores.close()
-    assert opening_it.result().is_closed
+    assert made[0].is_closed
 
 
 async def test_a_store_that_cannot_be_made_of_its_backends_leaves_none_open(tmp_path):

@@ -7,6 +7,7 @@ from itertools import pairwise
 from types import SimpleNamespace
 
 import pytest
+from layers import sole_view
 
 from kvoffload import open_backend
 from kvoffload.backends.base import Usage, WriteResult
@@ -14,7 +15,6 @@ from kvoffload.backends.header import COMPACT_BYTES, checksum
 from kvoffload.io.service import host_store
 from kvoffload.io.service.host_memory import BLOCK, PIECE, HostMemory
 from kvoffload.io.service.host_store import HostStore
-from kvoffload.io.service.layered_store import layered
 from kvoffload.policies.handicap import HandicapPolicy
 from kvoffload.policies.lru import LRUPolicy
 from kvoffload.policies.tenant_order import TenantShares
@@ -65,10 +65,10 @@ class TestMemoryAboveDisk(BackendSuite):
         root = str(self.folder / "kv")
         disk = {"root": root, "capacity": "64MiB", "min_free": 0}
         host = HostStore(self.memory, namespace)
-        return layered({"memory": host, "disk": open_backend("disk", disk, namespace)})
+        return sole_view(host, disk=open_backend("disk", disk, namespace))
 
     def open_small(self, namespace):
-        return layered({"memory": HostStore(new_memory(16), namespace)})
+        return sole_view(HostStore(new_memory(16), namespace))
 
     test_a_damaged_chunk_is_a_miss_and_can_come_back = None  # the disk has it still: see below
 
@@ -100,7 +100,7 @@ async def test_a_tenant_above_its_share_evicts_its_own_chunks_in_any_namespace(p
 async def test_a_chunk_that_all_layers_have_is_told_apart_from_one_that_a_layer_took(tmp_path):
     disk = {"root": str(tmp_path / "kv"), "capacity": "64MiB", "min_free": 0}
     layers = {"memory": HostStore(new_memory(), "n"), "disk": open_backend("disk", disk, "n")}
-    store, keys = layered(layers), keys_of(2)
+    store, keys = sole_view(**layers), keys_of(2)
     await written(store, keys)
     await layers["memory"].remove(keys[:1])
     new, old = await store.write(keys, filled(keys))
@@ -231,7 +231,7 @@ async def test_a_load_from_the_disk_is_in_memory_the_next_time(tmp_path):
             "disk", {"root": str(tmp_path / "kv"), "capacity": "1MiB", "min_free": 0}, "n"
         ),
     )
-    store = layered({"memory": host, "disk": disk})
+    store = sole_view(host, disk=disk)
     await written(store, keys)
     assert [host.holds(key) for key in keys].count(True) == 2
     (cold,) = [key for key in keys if not host.holds(key)][:1]
@@ -250,7 +250,7 @@ async def test_a_load_from_the_disk_is_in_memory_the_next_time(tmp_path):
 async def test_above_a_store_without_an_index_the_memory_keeps_no_list_of_changes():
     memory, keys = new_memory(2), keys_of(40)
     host = HostStore(memory, "n")
-    store = layered({"memory": host, "asked": without_index(open_backend("memory", {}, "n"))})
+    store = sole_view(host, asked=without_index(open_backend("memory", {}, "n")))
     for key in keys:
         await written(store, [key])
     assert await store.contains(keys) == [True] * len(keys)
@@ -261,7 +261,7 @@ async def test_above_a_store_without_an_index_the_memory_keeps_no_list_of_change
 
 async def test_what_one_layer_does_not_know_is_unknown_of_all_together():
     host, below = HostStore(new_memory(2), "n"), open_backend("memory", {}, "n")
-    store = layered({"memory": host, "below": below})
+    store = sole_view(host, below=below)
     await written(store, keys_of(1))
     assert store.usage().chunks == 2
     assert store.usage().gauges["below_bytes"] == CHUNK_BYTES

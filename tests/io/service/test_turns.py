@@ -4,13 +4,12 @@ import asyncio
 
 import pytest
 from disk_parts import until
+from layers import shared_store
 
 from kvoffload.backends.blocking_pool import undisturbed
 from kvoffload.backends.memory import MemoryBackend, MemoryOptions
 from kvoffload.io.service.host_memory import HostMemory
 from kvoffload.io.service.host_store import HostStore
-from kvoffload.io.service.layered_store import layered
-from kvoffload.io.service.shared_stores import SharedStore
 from kvoffload.io.service.turns import CHUNKS_PER_CALL, MOST_CHUNKS, Turns
 from kvoffload.policies.lru import LRUPolicy
 from kvoffload.testing.backends import CHUNK_BYTES, filled, keys_of, slots
@@ -93,8 +92,7 @@ async def test_a_call_that_fails_at_once_or_is_a_future_ends_its_turn():
 
 async def test_a_session_that_asks_for_much_leaves_the_threads_to_others():
     memory = HostStore(HostMemory(64 * CHUNK_BYTES, LRUPolicy), "n")
-    store = layered({"memory": memory})
-    shared, keys = SharedStore(store, memory, lambda: None), keys_of(4)
+    shared, keys = shared_store(memory), keys_of(4)
     one, two = shared.new_view(), shared.new_view()
     await one.write(keys, filled(keys))
     reads, in_calls, most = memory.read_each, 0, 0
@@ -122,7 +120,7 @@ async def test_a_session_that_asks_for_much_leaves_the_threads_to_others():
     assert ended.index(two) <= 2 * MOST_CHUNKS // len(keys), "the flood came first"
     for view in (one, two):
         await view.close()
-    await store.close()
+    await shared.close()
 
 
 class Below(MemoryBackend):
@@ -155,10 +153,9 @@ class Rig:
     """Views of a store in three layers: the memory, and two stores below it."""
 
     def __init__(self):
-        host = HostStore(HostMemory(64 * CHUNK_BYTES, LRUPolicy), "n")
+        self.host = HostStore(HostMemory(64 * CHUNK_BYTES, LRUPolicy), "n")
         self.near, self.far = Below(), Below()
-        self.host, self.store = host, layered({"memory": host, "near": self.near, "far": self.far})
-        self.shared = SharedStore(self.store, host, lambda: None)
+        self.shared = shared_store(self.host, near=self.near, far=self.far)
 
     async def close(self, hung):
         self.near.may_end.set()
@@ -166,7 +163,7 @@ class Rig:
         await asyncio.gather(*hung, return_exceptions=True)
         for view in list(self.shared.views):
             await view.close()
-        await self.store.close()
+        await self.shared.close()
 
 
 async def in_time(call):
@@ -243,7 +240,7 @@ async def test_no_store_writes_into_the_slot_of_a_chunk_that_has_arrived():
         return [False] * len(keys)
 
     near = type("Near", (Below,), {"read_each": staticmethod(read_one)})()
-    rig.store._take({"memory": rig.host, "near": near, "far": rig.far})
+    rig.shared._take({"memory": rig.host, "near": near, "far": rig.far})
     for below in (near, rig.far):
         await below.write(keys, filled(keys))
     rig.far.read = read_garbage
