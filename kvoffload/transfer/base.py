@@ -12,19 +12,10 @@ from kvoffload.transfer.layout import Moves
 
 
 class Fence(Protocol):
-    """A point in a stream of work."""
-
-    def done(self) -> bool:
-        """Whether all work before it is done; never blocks."""
-        ...
+    """A point in the engine's stream of work."""
 
     def wait(self) -> None:
         """Block until it is done."""
-        ...
-
-    @property
-    def error(self) -> BaseException | None:
-        """The error of the work before it, once done: the bytes after it must not be used."""
         ...
 
 
@@ -33,6 +24,7 @@ class CopyFence:
 
     def __init__(self) -> None:
         self.error: BaseException | None = None
+        """Of the copies, once done: the bytes after it must not be used."""
         self.copy_time_s = 0.0
         """Seconds from the transfer's first copy to its end, once done; 0 if it failed.
 
@@ -43,9 +35,11 @@ class CopyFence:
         self._calls: list[Callable[[], None]] = []
 
     def done(self) -> bool:
+        """Whether all of them are done; never blocks."""
         return self._is_reached
 
     def wait(self) -> None:
+        """Block until they are."""
         with self._changed:
             self._changed.wait_for(self.done)
 

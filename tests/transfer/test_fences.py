@@ -31,22 +31,18 @@ class Event:
 
 @pytest.fixture
 def fence():
-    return StreamFence(lambda fence: None)
+    return StreamFence(lambda fence: None, lambda: None)
 
 
 # ---- the engine's fence --------------------------------------------------------------------------
 
 
-def test_the_engines_fence_is_done_when_its_event_is_passed():
+def test_who_waits_for_the_engines_fence_waits_for_its_event():
     event = Event()
     fence = EngineFence(event)
-    assert not fence.done()
     assert not event.synchronized
-    event.passed = True
-    assert fence.done()
     fence.wait()
     assert event.synchronized
-    assert fence.error is None
 
 
 def test_a_thread_reaches_a_fence_with_the_time_of_its_copies():

@@ -14,7 +14,7 @@ from kvoffload.messages import (
     CanonicalKVCacheTensor,
     GPULoadStoreSpec,
 )
-from kvoffload.transfer.cuda import call_watch, direction, stream_copier
+from kvoffload.transfer.cuda import direction, fences, stream_copier
 from kvoffload.transfer.cuda.direction import MOST_CALLS, Direction
 from kvoffload.transfer.cuda.stream_copier import StreamCopier
 from kvoffload.transfer.layout import ChunkLayout
@@ -200,8 +200,8 @@ def test_a_transfer_that_finds_no_room_asks_again_after_a_while(make, refused, m
     assert store.error is None
 
 
-def test_a_call_that_does_not_return_is_told_once(make, monkeypatch, caplog, until):
-    monkeypatch.setattr(call_watch, "CHECK_S", 0.01)
+@pytest.mark.parametrize("waits", [False, True], ids=["polled", "waited for"])
+def test_a_call_that_does_not_return_is_told_once(make, monkeypatch, caplog, until, waits):
     caplog.set_level(logging.INFO)
 
     def told():
@@ -216,22 +216,29 @@ def test_a_call_that_does_not_return_is_told_once(make, monkeypatch, caplog, unt
         call(*given)
 
     monkeypatch.setattr(parts.device, "copy", hang)
-    monkeypatch.setattr(call_watch, "LATE_S", 0.05)
+    monkeypatch.setattr(stream_copier, "LATE_S", 0.05)
+    monkeypatch.setattr(fences, "LATE_S", 0.05)
     late = parts.launch(0, 3, True)
-    until(told)
+    waiting = threading.Thread(target=late.wait, daemon=True)
+    if waits:
+        waiting.start()
+    until(lambda: (not waits and late.done()) or told())
     assert "batched_copies" in told()[0]
     assert not ends(late, 0.2)
-    monkeypatch.setattr(call_watch, "LATE_S", 60.0)  # later calls may be slow on a busy machine
+    monkeypatch.setattr(stream_copier, "LATE_S", 60.0)  # later calls may be slow on a busy machine
     returns.set()
     assert ends(late)
     assert late.error is None
     assert len(told()) == 1
+    if waits:
+        waiting.join(60)
+        assert not waiting.is_alive()
 
 
 def test_a_copier_that_has_nothing_to_do_tells_of_no_call(make, monkeypatch, caplog):
-    monkeypatch.setattr(call_watch, "CHECK_S", 0.01)
     parts = make()
     assert ends(parts.launch(0, 3, True))
-    monkeypatch.setattr(call_watch, "LATE_S", 0.02)
+    monkeypatch.setattr(stream_copier, "LATE_S", 0.02)
     assert not threading.Event().wait(0.1)
+    parts.copier._launcher.tell_late()
     assert "has not returned" not in caplog.text

@@ -404,7 +404,7 @@ def test_a_staged_portion_takes_the_same_steps_however_many_chunks_it_has(to_hos
         """Opcodes of a portion."""
         blocks = np.random.default_rng(0).permutation(chunks)[:count]
         moves = layout.moves(GPULoadStoreSpec(blocks), blocks)
-        fences = EngineFence(device), StreamFence(launcher.watch)
+        fences = EngineFence(device), StreamFence(launcher.watch, launcher.tell_late)
         job = StreamJob(moves, layout.slot_bytes, device.slab, to_host, *fences)
         device.portions = 0
         count = count_opcodes(lambda: list(launcher._launch(job)), "kvoffload/transfer")

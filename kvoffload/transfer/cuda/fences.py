@@ -8,18 +8,15 @@ from kvoffload.transfer.base import CopyFence
 from kvoffload.transfer.cuda.torch_device import CudaEvent
 
 log = logging.getLogger(__name__)
+LATE_S = 10.0
+"""How long a call of the driver may take before the log tells of it."""
 
 
 class EngineFence:
     """The engine's stream as it was when the fence was recorded."""
 
-    error: BaseException | None = None
-
     def __init__(self, event: CudaEvent) -> None:
         self.event = event
-
-    def done(self) -> bool:
-        return self.event.query()
 
     def wait(self) -> None:
         self.event.synchronize()
@@ -56,21 +53,28 @@ class StreamFence(CopyFence):
 
     Args:
         watch: has the fence polled from now on, because a call of :meth:`when_reached` waits.
+        tell_late: called while a thread polls or waits, and the work is not enqueued.
     """
 
-    def __init__(self, watch: "Callable[[StreamFence], None]") -> None:
+    def __init__(
+        self, watch: "Callable[[StreamFence], None]", tell_late: Callable[[], None]
+    ) -> None:
         super().__init__()
-        self._watch = watch
+        self._watch, self._tell_late = watch, tell_late
         self._timing = Timing()
         self._events: Sequence[CudaEvent] | None = None
 
     def done(self) -> bool:
-        if not self._is_reached and self._events is not None:
-            try:
-                if all(event.query() for event in self._events):
-                    self.reach()
-            except Exception as error:
-                self.reach(error)
+        if self._is_reached:
+            return True
+        if self._events is None:
+            self._tell_late()
+            return False
+        try:
+            if all(event.query() for event in self._events):
+                self.reach()
+        except Exception as error:
+            self.reach(error)
         return self._is_reached
 
     def when_reached(self, call: Callable[[], None]) -> None:
@@ -80,7 +84,8 @@ class StreamFence(CopyFence):
 
     def wait(self) -> None:
         with self._changed:
-            self._changed.wait_for(lambda: self._is_reached or self._events is not None)
+            while not self._changed.wait_for(self._is_enqueued, LATE_S):
+                self._tell_late()
         try:
             for event in self._events or ():
                 event.synchronize()
@@ -88,6 +93,9 @@ class StreamFence(CopyFence):
             self.reach(error)
         else:
             self.reach()
+
+    def _is_enqueued(self) -> bool:
+        return self._is_reached or self._events is not None
 
     def reach(self, error: BaseException | None = None, copy_time_s: float = 0.0) -> None:
         if not (error or self.error or self._events is None):

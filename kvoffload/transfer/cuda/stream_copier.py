@@ -14,6 +14,7 @@ import logging
 import os
 import queue
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -24,7 +25,6 @@ from kvoffload.io.lent_memory import LentMemory
 from kvoffload.messages import CanonicalKVCaches
 from kvoffload.timed_queue import next_within
 from kvoffload.transfer.base import CopyFence, Fence
-from kvoffload.transfer.cuda.call_watch import CallWatch
 from kvoffload.transfer.cuda.copies import Copies
 from kvoffload.transfer.cuda.copy_plan import MOST_COPIES, CopyPlan, blocks_of, in_bytes
 from kvoffload.transfer.cuda.direction import (
@@ -34,7 +34,7 @@ from kvoffload.transfer.cuda.direction import (
     Stage,
     Staging,
 )
-from kvoffload.transfer.cuda.fences import EngineFence, StreamFence, Timing
+from kvoffload.transfer.cuda.fences import LATE_S, EngineFence, StreamFence, Timing
 from kvoffload.transfer.cuda.pinning import Pinning
 from kvoffload.transfer.cuda.staged_blocks import BlockTable, Part
 from kvoffload.transfer.cuda.torch_device import CudaDevice, CudaEvent, CudaStream
@@ -96,16 +96,15 @@ class Launcher:
         staging = {to_host: Staging(device, plan) for to_host in (True, False)}
         # To the host (True) and from it.
         self._ways = {to_host: Direction(device, staging[to_host]) for to_host in staging}
-        self._watch = CallWatch()
         self._has_ended = self._has_entered = False
+        self._begun_s: float | None = None
+        """When the thread began the calls of the driver that it is in."""
+        self._told_s: float | None = None
+        """The begin of those that were told of."""
         self._ending = threading.Lock()
         self._queued: queue.SimpleQueue[StreamJob | StreamFence | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="kvoffload-launch", daemon=True)
-        try:
-            self._thread.start()
-        except BaseException:
-            self._watch.end()
-            raise
+        self._thread.start()
 
     def submit(self, job: StreamJob) -> None:
         """Queue a transfer; from any thread.
@@ -121,6 +120,19 @@ class Launcher:
     def watch(self, fence: StreamFence) -> None:
         """Poll a fence until it is reached; from any thread."""
         self._queued.put(fence)
+
+    def tell_late(self) -> None:
+        """Tell of a call that does not return, once: all transfers wait behind it; any thread."""
+        begun_s = self._begun_s
+        if begun_s is None or begun_s == self._told_s or time.monotonic() - begun_s < LATE_S:
+            return
+        self._told_s = begun_s
+        log.warning(
+            "a call of the GPU's driver has not returned for %.0f s: no chunk is stored or "
+            "loaded until it does. If it never does, restart with "
+            '"batched_copies": false. Version 580.159.04 of the driver is known to hang so',
+            LATE_S,
+        )
 
     def end(self, timeout_s: float) -> bool:
         """Refuse new transfers and finish the queued ones; False if the time passed first."""
@@ -151,14 +163,14 @@ class Launcher:
                     job.host_end = self._plan.host_end(job.moves)
                     begun[job.to_host].append((job, self._launch(job)))
             # Both directions take turns: a large store does not hold up a load.
-            with self._watch:
-                went_on = [self._advance(jobs) for jobs in begun.values() if jobs]
+            self._begun_s = time.monotonic()
+            went_on = [self._advance(jobs) for jobs in begun.values() if jobs]
+            self._begun_s = None
             is_stuck = not any(went_on)
             watched = [fence for fence in watched if not fence.done()]
         self.fence_close()
         for fence in watched:
             fence.done()
-        self._watch.end()
 
     def _advance(self, jobs: deque[tuple[StreamJob, Iterator[bool]]]) -> bool:
         """Take the next step of the first transfer; False if it can take none now.
@@ -429,7 +441,7 @@ class StreamCopier:
         if lent is not None:
             check_within(lent.bytes, moves, self._layout)
             memory, slot_bytes = self._device.lent(lent, self._plan.host_end(moves)), 1
-        fence = StreamFence(self._launcher.watch)
+        fence = StreamFence(self._launcher.watch, self._launcher.tell_late)
         self._launcher.submit(StreamJob(moves, slot_bytes, memory, to_host, after, fence))
         return fence
 
