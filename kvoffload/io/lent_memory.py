@@ -31,25 +31,32 @@ class LentMemory:
         pair: ends the use of the memory, for which its writing end is shut down; closed here.
     """
 
+    name = "the server's memory"
+
     def __init__(self, fd: int, pair: socket.socket) -> None:
         self._pair, self._lock = pair, threading.Lock()
         self._num_loans, self._has_left = 0, False
         self._calls: list[Callable[[], None]] = []
         try:
-            self.bytes, address = _mapped(fd)
-            """All of it, read-only."""
-            work = partial(self._map_pages, fd, address)
+            self.bytes, self.address = _mapped(fd)
+            """All of it, read-only, and where it begins."""
+            self.num_bytes = self.bytes.nbytes
+            work = partial(self._map_pages, fd)
             threading.Thread(target=work, name="kvoffload-map", daemon=True).start()
         except BaseException:
             pair.close()
             os.close(fd)
             raise
 
-    def _map_pages(self, fd: int, address: int) -> None:
+    def populate(self, start: int, length: int) -> bool:
+        """Allocate nothing: it is the server's, and another thread maps what it has."""
+        return False
+
+    def _map_pages(self, fd: int) -> None:
         """Map what the memory has now; pages that have no bytes yet stay away."""
         try:
             for start, length in portions(fd):
-                if self._has_left or not _advise(address + start, length, _MADV_POPULATE_READ):
+                if self._has_left or not _advise(self.address + start, length, _MADV_POPULATE_READ):
                     break
         finally:
             os.close(fd)

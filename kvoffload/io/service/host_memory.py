@@ -121,6 +121,8 @@ class HostMemory:
         that ends. So each costs one eviction a moment, and the next ones nothing."""
         self._numbers: dict[bytes, int] = {}
         self._readers: dict[bytes, Reader] = {}
+        if shares is not None:
+            shares.attached = self._readers
         self._old_loans: list[Chunk] = []
         """Chunks that an earlier server has lent, and an engine may still copy."""
         if self.file and self.file.is_adopted:
@@ -140,8 +142,6 @@ class HostMemory:
         """Tell a namespace's one reader of changes from now on."""
         with self._lock:
             self._readers[number] = reader
-            if self._shares is not None:
-                self._shares.attached.add(number)
 
     def tables(self, number: bytes) -> Collection[Collection[bytes]]:
         """Return the keys of a namespace in tables, which change as it does."""
@@ -152,8 +152,6 @@ class HostMemory:
         with self._lock:
             if self._readers.get(number) is reader:
                 del self._readers[number]
-                if self._shares is not None:
-                    self._shares.attached.discard(number)
 
     def names_of(self, namespace: str) -> list[Name]:
         """Return the names of the chunks of a namespace."""

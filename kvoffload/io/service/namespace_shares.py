@@ -1,7 +1,7 @@
 """Shares of namespaces in the server's memory: what each keeps, and what it has at most."""
 
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 
 from kvoffload.policies.base import Policy
 
@@ -24,7 +24,7 @@ class NamespaceShares:
         self.bytes_of = Counter[bytes]()
         """Namespace → bytes of its blocks: also of those that are being written, or on loan though
         their chunk has left."""
-        self.attached: set[bytes] = set()
+        self.attached: Container[bytes] = ()
         """Those that have engines."""
 
     def count(self, number: bytes, num_bytes: int) -> None:

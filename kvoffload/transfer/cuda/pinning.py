@@ -16,9 +16,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
-
 from kvoffload.config import human_bytes
+from kvoffload.io.lent_memory import LentMemory
 from kvoffload.transfer.slab import Slab
 
 log = logging.getLogger(__name__)
@@ -33,21 +32,7 @@ PAUSES_S = (0.05, 0.1, 0.2, 0.4, 0.8, 1.6)
 or a shortage of memory."""
 
 
-class LentView:
-    """Memory of a server, as one that can be pinned."""
-
-    name = "the server's memory"
-
-    def __init__(self, memory: memoryview) -> None:
-        self._bytes = np.frombuffer(memory, np.int8)
-        self.address = self._bytes.ctypes.data
-        self.num_bytes = len(self._bytes)
-
-    def populate(self, start: int, length: int) -> bool:
-        return False  # it is the server's, and another thread maps what it has
-
-
-Pinnable = Slab | LentView
+Pinnable = Slab | LentMemory
 
 
 class Pinning:

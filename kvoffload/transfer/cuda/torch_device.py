@@ -16,13 +16,7 @@ from kvoffload.io.lent_memory import LentMemory
 from kvoffload.messages import CanonicalKVCaches
 from kvoffload.transfer.cuda.copies import Copies
 from kvoffload.transfer.cuda.driver import Driver
-from kvoffload.transfer.cuda.pinning import (
-    CLOSE_TIMEOUT_S,
-    LentPinning,
-    LentView,
-    Pinning,
-    numa_node_of,
-)
+from kvoffload.transfer.cuda.pinning import CLOSE_TIMEOUT_S, LentPinning, Pinning, numa_node_of
 from kvoffload.transfer.cuda.staged_blocks import BlockTable, Part
 from kvoffload.transfer.slab import Slab
 
@@ -143,16 +137,15 @@ class CudaDevice:
 
         It is unpinned when it is left.
         """
-        view = LentView(memory.bytes)
         with self._lending:
-            pinning = self._lent.get(view.address)
+            pinning = self._lent.get(memory.address)
             is_new = pinning is None
             if pinning is None:
                 pin = partial(self._pin, is_read_only=True)
-                pinning = LentPinning(view, pin, self._driver.unregister)
-                self._lent[view.address] = pinning
+                pinning = LentPinning(memory, pin, self._driver.unregister)
+                self._lent[memory.address] = pinning
         if is_new:
-            memory.when_left(partial(self._leave, view.address))
+            memory.when_left(partial(self._leave, memory.address))
         pinning.use(end)
         return pinning
 
