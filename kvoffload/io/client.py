@@ -304,8 +304,9 @@ class IOClient:
     @property
     def outcome(self) -> str | None:
         """What is wrong with the stores wanted last, "" for nothing; None while that is open."""
-        wrong = self._refusal or ("" if self._are_stores_open else "the engine ends")
-        return str(wrong) if self._is_settled else None
+        if not self._is_settled:  # read first: a refusal is set before that
+            return None
+        return str(self._refusal or ("" if self._are_stores_open else "the engine ends"))
 
     def close(self, timeout_s: float = 5.0) -> None:
         """Answer all jobs, end the server within this time, and join the thread. Idempotent."""
@@ -452,16 +453,17 @@ class IOClient:
             if self._was_missed and not is_opening:
                 log.warning("%s is there, and its tiers are open", self.server)
                 self._was_missed = False
-            self._is_opening = is_opening
-            if not self._is_opening:
+            if not is_opening:
                 self._refusal = OSError("; ".join(self._remains)) if self._remains else None
+            # Last: a renewal that waits ends once it reads this.
+            self._is_opening = is_opening
             if message.remains:
                 log.error("chunks that were to be removed remain: %s", message.remains)
         else:
             for tier in self.tiers.values():
                 if not tier.is_open:
                     tier.refused()
-            # Last: a renewal that waits ends once it reads this.
+            # Last, as above.
             self._refusal = ConfigError(message.field, message.value, message.remedy)
             if self._is_started:
                 log.error("a tier cannot be opened again yet: %s", self._refusal)

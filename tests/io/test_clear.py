@@ -232,6 +232,28 @@ def test_what_is_wrong_is_told_without_a_wait(rig, opened, planned, until):
     assert client.outcome == "planned: nobody is there"
 
 
+def test_at_no_moment_is_all_removed_where_it_is_not(rig, planned):
+    """Who asks between two lines of the client's thread would take it for done."""
+    clients, outcomes = [], []
+
+    def trace(frame, event, arg):
+        if frame.f_code.co_name == "_settle":
+            outcomes.extend(client.outcome for client in clients)
+            return trace
+        return None
+
+    threading.settrace(trace)
+    try:
+        clients.append(rig.open(("shy", "shy", planned.options)))
+    finally:
+        threading.settrace(None)
+    outcomes.clear()
+    with pytest.raises(OSError, match="cannot remove a namespace"):
+        clear(clients[0])
+    assert None in outcomes
+    assert "" not in outcomes
+
+
 @pytest.fixture
 def two_disks(rig, tmp_path):
     """Open two disk tiers, of which the second one refuses its folder from then on."""
