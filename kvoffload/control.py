@@ -14,8 +14,9 @@ import stat
 import struct
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Collection
 from dataclasses import dataclass
+from itertools import count
 from typing import Annotated
 
 import msgspec
@@ -31,7 +32,6 @@ ORDER_S = 60.0
 HOST = "cpu"
 """The name of host memory among the tiers."""
 _NAME = re.compile(r"(\d+)(-\d+)?\.sock")
-_SAME_NAMES = 64
 _CREDENTIALS = struct.Struct("3i")
 TokenId = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
 
@@ -190,11 +190,7 @@ class Folder:
 
     def has(self, name: str) -> bool:
         """Return whether an engine listens on a socket."""
-        try:
-            self.connect(name, 0.0).close()
-        except OSError as error:  # one that is busy answers EAGAIN
-            return error.errno not in (errno.ECONNREFUSED, errno.ENOENT)
-        return True
+        return is_listening(self._path(name))
 
     def listen(self) -> tuple[socket.socket, str]:
         """Listen on a new socket named by this process; return its name too.
@@ -210,9 +206,8 @@ class Folder:
                 if not self.has(name):
                     self.remove(name)  # or its engine has meanwhile
             # A process may have several engines, and another container the same number.
-            taken = set(self.names())
-            names = [f"{os.getpid()}{end}.sock" for end in ("", *_ends())]
-            name = next((each for each in names if each not in taken), names[0])
+            taken = {name.removesuffix(".sock") for name in self.names()}
+            name = f"{free_name(str(os.getpid()), taken)}.sock"
             sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             try:
                 sock.bind(self._path(name))
@@ -243,8 +238,21 @@ class Folder:
                 time.sleep(0.01)
 
 
-def _ends() -> Iterator[str]:
-    return (f"-{number}" for number in range(1, _SAME_NAMES))
+def free_name(wanted: str, taken: Collection[str]) -> str:
+    """Return a name, with a number if it is taken."""
+    names = (f"{wanted}-{number}" if number else wanted for number in count())
+    return next(name for name in names if name not in taken)
+
+
+def is_listening(path: str) -> bool:
+    """Return whether something listens on a socket."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
+        try:
+            sock.setblocking(False)
+            sock.connect(path)
+        except OSError as error:  # one that is busy answers EAGAIN
+            return error.errno not in (errno.ECONNREFUSED, errno.ENOENT)
+    return True
 
 
 def peer(sock: socket.socket) -> tuple[int, int]:
@@ -252,6 +260,18 @@ def peer(sock: socket.socket) -> tuple[int, int]:
     found = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     pid, uid, _ = _CREDENTIALS.unpack(found)
     return pid, uid
+
+
+def check_user(sock: socket.socket, *allowed: int) -> int:
+    """Return the process at the other end of a connection; of a listening systemd, its own.
+
+    Raises:
+        PermissionError: it belongs to a user who is not allowed.
+    """
+    pid, user = peer(sock)
+    if user not in allowed:
+        raise PermissionError(f"process {pid} belongs to user {user}, not to {os.geteuid()}")
+    return pid
 
 
 # ---- a connection ----
@@ -305,8 +325,7 @@ class EngineSocket:
             OSError: it has ended, or does not answer in time.
         """
         with Folder(self.folder) as folder, folder.connect(self.name, HELLO_S) as sock:
-            if peer(sock)[1] not in (os.geteuid(), 0):
-                raise PermissionError(errno.EPERM, "the socket is another user's")
+            check_user(sock, os.geteuid(), 0)
             send(sock, question, HELLO_S)
             data = receive(sock, timeout_s)
         if not data:

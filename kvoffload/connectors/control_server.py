@@ -26,10 +26,10 @@ from kvoffload.control import (
     Found,
     Lookup,
     Question,
+    check_user,
     decode_question,
     folders,
     is_supported,
-    peer,
     receive,
     send,
 )
@@ -177,8 +177,7 @@ class ControlServer:
                     log.exception("an operator's question failed")
 
     def _serve(self, sock: socket) -> None:
-        if peer(sock)[1] not in (self._user, 0):
-            return
+        check_user(sock, self._user, 0)
         data = receive(sock, HELLO_S)
         if not data:
             return  # another engine looks whether this one lives

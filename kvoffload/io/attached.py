@@ -6,7 +6,8 @@ import os
 import select
 import socket
 
-from kvoffload.io.greeting import check_user, greet
+from kvoffload.control import check_user
+from kvoffload.io.greeting import greet
 from kvoffload.io.lent_memory import LentMemory
 
 log = logging.getLogger(__name__)

@@ -16,7 +16,6 @@ import socket
 import stat
 import struct
 
-from kvoffload.control import peer
 from kvoffload.io.protocol import VERSION
 
 MAGIC = b"kvoffload serve\n"
@@ -27,18 +26,6 @@ _NAME_BYTES = 80
 _NAME = re.compile(rb"[A-Za-z0-9._-]+")
 """It becomes a label of metrics and a part of log lines."""
 _DESCRIPTORS = 2
-
-
-def check_user(sock: socket.socket, *allowed: int) -> int:
-    """Return the process at the other end; of a listening systemd, its own.
-
-    Raises:
-        PermissionError: it belongs to a user who is not allowed.
-    """
-    pid, user = peer(sock)
-    if user not in allowed:
-        raise PermissionError(f"process {pid} belongs to user {user}, not to {os.geteuid()}")
-    return pid
 
 
 def greet(sock: socket.socket, slab_fd: int, pair_fd: int) -> None:

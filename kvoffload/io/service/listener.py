@@ -1,12 +1,12 @@
 """The socket of a host's server: one server listens on it, and a dead one's is taken over."""
 
 import contextlib
-import errno
 import fcntl
 import os
 import socket
 import stat
 
+from kvoffload.control import is_listening
 from kvoffload.errors import ConfigError
 
 BACKLOG = 512
@@ -61,7 +61,7 @@ class Listener:
         with contextlib.suppress(FileNotFoundError):
             if not stat.S_ISSOCK(os.lstat(path).st_mode):
                 raise ConfigError("socket", path, "is there, and is no socket: give another path")
-            if _is_listening(path):
+            if is_listening(path):
                 raise ConfigError("socket", path, "another program listens there")
             os.unlink(path)
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -92,13 +92,3 @@ class Listener:
 def lock_of(path: str) -> str:
     """Return the file that servers lock at a socket's path; it stays when they have ended."""
     return f"{path}.lock"
-
-
-def _is_listening(path: str) -> bool:
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
-        try:
-            sock.setblocking(False)
-            sock.connect(path)
-        except OSError as error:
-            return error.errno not in (errno.ECONNREFUSED, errno.ENOENT)
-    return True

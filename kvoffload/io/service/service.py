@@ -11,15 +11,15 @@ import socket
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from itertools import count
 from typing import Any
 
 import msgspec
 
 from kvoffload import registry
 from kvoffload.backends.log_rate import Throttle
+from kvoffload.control import check_user, free_name
 from kvoffload.errors import ConfigError
-from kvoffload.io.greeting import Greeting, check_user
+from kvoffload.io.greeting import Greeting
 from kvoffload.io.open_stores import CLOSE_S
 from kvoffload.io.protocol import VERSION, Load, Refused, Store, TierSettings, frame
 from kvoffload.io.server import Session
@@ -253,7 +253,8 @@ class Service:
         slab = mmap.mmap(greeting.slab_fd, 0)
         slab.madvise(mmap.MADV_DONTDUMP)  # a core file must not contain clients' data
         with slab_memory(slab) as memory:
-            traffic = EngineTraffic(self._free_name(told))
+            taken = {traffic.name for traffic in self.sessions.values()}
+            traffic = EngineTraffic(free_name(told, taken))
             pass_memory = partial(self._pass_memory, greeting)
             session = Session(
                 memory, self._stores.open, MOST_BYTES, MOST_KEYS, traffic.add, pass_memory
@@ -299,11 +300,6 @@ class Service:
             if not self.sessions:
                 self._have_left.set()
             log.info("engine %s has left, %d remain", name, len(self.sessions))
-
-    def _free_name(self, told: str) -> str:
-        taken = {traffic.name for traffic in self.sessions.values()}
-        names = (f"{told}-{number}" if number else told for number in count())
-        return next(name for name in names if name not in taken)
 
     async def _measure(self) -> None:
         """Read the figures of stores, which are asked on this loop alone."""

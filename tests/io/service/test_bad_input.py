@@ -378,7 +378,7 @@ def test_an_engine_of_another_user_is_refused(one_server):
 
 
 def test_an_engine_is_told_that_the_server_is_another_users(one_server, monkeypatch):
-    monkeypatch.setattr("kvoffload.io.greeting.peer", lambda _: (7, 12345))
+    monkeypatch.setattr("kvoffload.control.peer", lambda _: (7, 12345))
     (finding,) = server_findings(one_server.path)
     assert "belongs to user 12345" in finding.detail
     assert finding.remedy == "run server, engines and commands as one user"
