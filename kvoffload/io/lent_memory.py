@@ -10,8 +10,10 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
-ADVICE = ("MADV_HUGEPAGE", "MADV_DONTDUMP", "MADV_DONTFORK")
-"""Of both ends. Large pages make copies faster; no core file and no child has clients' data."""
+ADVICE = getattr(mmap, "MADV_HUGEPAGE", -1), getattr(mmap, "MADV_DONTDUMP", -1)
+"""Of all host memory. Large pages make copies faster; no core file has clients' data."""
+NO_FORK = getattr(mmap, "MADV_DONTFORK", -1)
+"""Of both ends of lent memory: no child has clients' data."""
 _MADV_POPULATE_READ = 22
 """Python's mmap does not name it; Linux has it since 5.14."""
 _PORTION_BYTES = 4 << 20
@@ -56,7 +58,7 @@ class LentMemory:
         """Map what the memory has now; pages that have no bytes yet stay away."""
         try:
             for start, length in portions(fd):
-                if self._has_left or not _advise(self.address + start, length, _MADV_POPULATE_READ):
+                if self._has_left or not advise(self.address + start, length, _MADV_POPULATE_READ):
                     break
         finally:
             os.close(fd)
@@ -109,12 +111,12 @@ def _mapped(fd: int) -> tuple[memoryview, int]:
     mapping = (ctypes.c_char * size).from_address(address)
     unmap = partial(_libc.munmap, ctypes.c_void_p(address), ctypes.c_size_t(size))
     weakref.finalize(mapping, unmap).atexit = False  # a thread may copy until the process ends
-    for name in ADVICE:
-        _advise(address, size, getattr(mmap, name, -1))
+    for advice in (*ADVICE, NO_FORK):
+        advise(address, size, advice)
     return memoryview(mapping).toreadonly().cast("B"), address
 
 
-def _advise(address: int, length: int, advice: int) -> bool:
+def advise(address: int, length: int, advice: int) -> bool:
     """Advise the kernel, without the GIL; return whether it follows."""
     return not _libc.madvise(ctypes.c_void_p(address), ctypes.c_size_t(length), advice)
 

@@ -5,7 +5,6 @@ row. If all chunks have one size, a slot is one row. If KV cache groups have chu
 sizes, a slot is several consecutive rows.
 """
 
-import contextlib
 import ctypes
 import logging
 import mmap
@@ -17,6 +16,7 @@ import numpy.typing as npt
 
 from kvoffload.config import human_bytes
 from kvoffload.errors import ConfigError
+from kvoffload.io.lent_memory import ADVICE, NO_FORK, advise
 from kvoffload.transfer.shared_memory import check_host_memory, page_rounded
 
 log = logging.getLogger(__name__)
@@ -70,15 +70,15 @@ class Slab:
                     f"take {page_rounded(self.num_bytes)}"
                 )
             self._map = mmap.mmap(fd, self.num_bytes)
-        # Huge pages mean fewer page faults, and fewer page table entries for processor and GPU.
-        self._advise("MADV_HUGEPAGE")
-        # A core file must neither contain clients' data nor be as large as the slab.
-        self._advise("MADV_DONTDUMP")
         self.flat: HostBytes = np.frombuffer(self._map, np.int8)
         """All bytes, not a copy."""
         self.rows: HostBytes = self.flat.reshape(num_slots, slot_bytes)
         self.address = int(self.flat.ctypes.data)
         self._bytes = memoryview(self._map)
+        # Huge pages mean fewer page faults, and fewer page table entries for processor and GPU. A
+        # core file must neither contain clients' data nor be as large as the slab.
+        for advice in ADVICE:
+            advise(self.address, self.num_bytes, advice)
 
     def slot(self, slot: int, length: int) -> memoryview:
         """Return the first ``length`` bytes of a slot: writable, page-aligned, not a copy."""
@@ -90,7 +90,7 @@ class Slab:
 
         After a fork, copy-on-write would give us a new page while the GPU uses the old one.
         """
-        self._advise("MADV_DONTFORK")
+        advise(self.address, self.num_bytes, NO_FORK)
 
     def populate(self, start: int, length: int) -> bool:
         """Allocate the pages of this range now and keep their bytes; False if the kernel cannot.
@@ -98,8 +98,7 @@ class Slab:
         The kernel writes hundreds of MiB for it. ctypes releases the GIL meanwhile, which the
         mapping's own ``madvise`` holds.
         """
-        at = ctypes.c_void_p(self.address + start)
-        return not ctypes.CDLL(None).madvise(at, ctypes.c_size_t(length), _MADV_POPULATE_WRITE)
+        return advise(self.address + start, length, _MADV_POPULATE_WRITE)
 
     def prefer_node(self, node: int) -> None:
         """Ask the kernel to put untouched pages on a NUMA node; no effect on other systems."""
@@ -121,10 +120,3 @@ class Slab:
         if failed:
             errno = ctypes.get_errno()
             log.info("host memory is not bound to NUMA node %d: errno %d", node, errno)
-
-    def _advise(self, name: str) -> None:
-        """Advise the kernel; an older kernel may ignore it, and is only slower."""
-        advice = getattr(mmap, name, None)
-        with contextlib.suppress(OSError):
-            if advice is not None:
-                self._map.madvise(advice, 0, self.num_bytes)

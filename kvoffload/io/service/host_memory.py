@@ -5,10 +5,8 @@ of all namespaces are in one eviction order. A chunk in one run can be *lent*: e
 memory, and read it there. The kernel lets no engine write. The next server can *adopt* the memory.
 """
 
-import contextlib
 import ctypes
 import logging
-import mmap
 import threading
 from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
@@ -16,7 +14,7 @@ from typing import Protocol
 
 from kvoffload.backends.base import WriteResult, Written
 from kvoffload.backends.header import namespace_digest, running_checksum
-from kvoffload.io.lent_memory import ADVICE
+from kvoffload.io.lent_memory import ADVICE, NO_FORK, advise
 from kvoffload.io.service.free_blocks import FreeBlocks, TakenBlocks
 from kvoffload.io.service.host_chunk import BLOCK, Chunk, Runs, blocks_of
 from kvoffload.io.service.key_parts import new_parts
@@ -98,10 +96,9 @@ class HostMemory:
         self.lends = lends and self.file is not None
         """Whether engines may map it."""
         self._map = self.file.map if self.file else private_memory(size)
-        for name in ADVICE:
-            with contextlib.suppress(OSError, AttributeError):
-                self._map.madvise(getattr(mmap, name), 0, size)
         self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
+        for advice in (*ADVICE, NO_FORK):
+            advise(self._address, size, advice)
         self._lock = threading.Lock()
         self._free = FreeBlocks(blocks)
         self._most_lent = int(MOST_LENT * size)
