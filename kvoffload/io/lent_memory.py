@@ -8,6 +8,7 @@ import socket
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 ADVICE = getattr(mmap, "MADV_HUGEPAGE", -1), getattr(mmap, "MADV_DONTDUMP", -1)
@@ -131,23 +132,19 @@ def portions(fd: int, end: int = 0) -> Iterator[tuple[int, int]]:
             yield start, end - start
 
 
+@dataclass(eq=False)
 class Loan:
     """Chunks of a load that are in the server's memory, verified, until :meth:`end`."""
 
-    def __init__(
-        self,
-        memory: LentMemory,
-        numbers: Sequence[int],
-        starts: Sequence[int],
-        release: Callable[[], None],
-    ) -> None:
-        self.memory, self._release = memory, release
-        self.numbers = numbers
-        """The chunks, by their places in the load."""
-        self.starts = starts
-        """The first byte of each."""
+    memory: LentMemory
+    numbers: Sequence[int]
+    """The chunks, by their places in the load."""
+    starts: Sequence[int]
+    """The first byte of each."""
+    release: Callable[[], None]
+    """Tells the server of the end."""
 
     def end(self) -> None:
         """Let the server use the chunks' memory again; once, from any thread, never waits."""
-        self._release()
+        self.release()
         self.memory.ended()

@@ -343,20 +343,15 @@ def closings(loop: asyncio.AbstractEventLoop) -> set["asyncio.Task[Any]"]:
     return {task for task in asyncio.all_tasks(loop) if task.get_name() == _CLOSING}
 
 
-async def purge(stores: Sequence[OpenStore], namespaces: Sequence[str]) -> list[str]:
-    """Remove namespaces from stores; return what remains, and why."""
-    reasons = await asyncio.gather(*(_purge(store, namespaces) for store in stores))
-    return [f"{store.name}: {why}" for store, why in zip(stores, reasons, strict=True) if why]
-
-
-async def _purge(store: OpenStore, namespaces: Sequence[str]) -> str:
+async def purge(store: OpenStore, namespaces: Sequence[str]) -> str:
+    """Remove namespaces from a store; return what remains, and why; empty: nothing does."""
     backend = store.backend
     if not isinstance(backend, Purges):
-        return "this store cannot remove a namespace"
+        return f"{store.name}: this store cannot remove a namespace"
     try:
         await backend.purge(namespaces)
     except Exception as error:
-        return text_of(error)
+        return f"{store.name}: {text_of(error)}"
     return ""
 
 

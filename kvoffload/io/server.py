@@ -146,7 +146,7 @@ class Session:
     async def serve(self, sock: socket.socket) -> None:
         """Serve until the engine's end is closed; then end its jobs and close the stores."""
         reader, self._writer = await asyncio.open_connection(sock=sock)
-        self._spawn_telling(self._tell_figures())
+        self._spawn(self._tell_figures(), is_telling=True)
         try:
             num_taken = 0
             while data := await reader.read(1 << 18):
@@ -223,7 +223,7 @@ class Session:
             case Release():
                 self.loans.release(message.loan)
             case Ask():
-                self._spawn_telling(self._ask(message), _cost(message))
+                self._spawn(self._ask(message), _cost(message), is_telling=True)
             case Forget():
                 if store := self._stores.get(message.tier):
                     store.forget(message.keys)
@@ -286,7 +286,7 @@ class Session:
         closing, places = self._spawn(_close(opening, old)), dict[str, int]()
         tiers = range(len(wanted.tiers))
         works = [self._open_in_time(wanted, i, places, closing, running) for i in tiers]
-        self._opening = set(map(self._spawn_telling, works))
+        self._opening = {self._spawn(work, is_telling=True) for work in works}
 
     def _end_waiting(self) -> None:
         for task in self._waiting.values():
@@ -334,7 +334,8 @@ class Session:
         if wanted.erases(store.name):
             are_over = all(call.done() for call in running if call.get_name() == store.name)
             try:
-                remains = await purge([store], forgotten)
+                if why := await purge(store, forgotten):
+                    remains.append(why)
             except BaseException:
                 await close_stores([store], CLOSE_S)
                 raise
@@ -355,17 +356,17 @@ class Session:
         if store.index is not None:
             self.send(store.changes() or PresenceChanges(store.name, [], [], False))
         self._tell_figures_of(store)
-        self._spawn_telling(greet(store, wanted.facts))
+        self._spawn(greet(store, wanted.facts), is_telling=True)
         if not wanted.number:  # a renewal begins without chunks, as it should
-            self._spawn_telling(explain_cold_start(store, wanted))
-        self._spawn_telling(self._tell_changes(store))
+            self._spawn(explain_cold_start(store, wanted), is_telling=True)
+        self._spawn(self._tell_changes(store), is_telling=True)
 
     async def _retire(
         self, closing: "asyncio.Task[None]", heir: OpenStore, forgotten: list[str]
     ) -> None:
         """Once the old stores are closed, remove what no engine will ask for any more."""
         await asyncio.wait([closing])
-        for text in await purge([heir], forgotten):
+        if text := await purge(heir, forgotten):
             log.warning("what an old generation stored stays until it is evicted: %s", text)
 
     # ---- what stores have ----
@@ -491,24 +492,21 @@ class Session:
             with contextlib.suppress(asyncio.CancelledError):
                 await asyncio.wait(self._tasks)
 
-    def _spawn(self, work: Coroutine[Any, Any, None], cost: int = 0) -> "asyncio.Task[None]":
+    def _spawn(
+        self, work: Coroutine[Any, Any, None], cost: int = 0, *, is_telling: bool = False
+    ) -> "asyncio.Task[None]":
         task = self.loop.create_task(work)
         # Kept, because the loop has only weak references to tasks.
         self._tasks[task] = cost
         self._num_keys += cost
+        if is_telling:
+            self._telling.add(task)
         task.add_done_callback(self._ended)
-        return task
-
-    def _spawn_telling(
-        self, work: Coroutine[Any, Any, None], cost: int = 0
-    ) -> "asyncio.Task[None]":
-        task = self._spawn(work, cost)
-        self._telling.add(task)
-        task.add_done_callback(self._telling.discard)
         return task
 
     def _ended(self, task: "asyncio.Task[None]") -> None:
         self._num_keys -= self._tasks.pop(task)
+        self._telling.discard(task)
         if not task.cancelled() and (error := task.exception()):
             log.error("a task of the I/O server failed", exc_info=error)
 
