@@ -1,12 +1,14 @@
 """Stores one above the other, as the server of a host has them for a namespace."""
 
+from kvoffload.io.open_stores import OpenStore
 from kvoffload.io.service.layered_store import MEMORY, SharedStore
 
 
 def shared_store(memory, unused=lambda: None, **below):
     """Return what the sessions of a namespace share: the memory, and the stores below it."""
     shared = SharedStore(memory, list(below), unused)
-    shared._take({MEMORY: memory, **below})
+    layers = {MEMORY: memory, **below}
+    shared._take([OpenStore(*layer) for layer in layers.items()])
     shared.settle(late_have_index=True)
     return shared
 

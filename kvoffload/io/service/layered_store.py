@@ -16,12 +16,10 @@ from typing import Any, TypeVar
 from kvoffload.backends.admin import Purges
 from kvoffload.backends.base import (
     Answers,
-    Backend,
     Described,
     LocalIndex,
     Observable,
     ReadResult,
-    ReadsEach,
     Removal,
     Spares,
     Usage,
@@ -33,7 +31,7 @@ from kvoffload.backends.changes import ChangedKeys
 from kvoffload.backends.log_rate import Throttle
 from kvoffload.errors import ConfigError
 from kvoffload.io.loans import Lends
-from kvoffload.io.open_stores import CLOSE_S, KEYS_PER_MESSAGE, OpenStore, call_for, close_stores
+from kvoffload.io.open_stores import CLOSE_S, OpenStore, call_for, close_stores
 from kvoffload.io.service.host_store import HostStore
 from kvoffload.io.service.key_parts import new_parts
 from kvoffload.io.service.turns import NoTurnError, Turns
@@ -70,30 +68,32 @@ class SharedStore:
         """Layer below the memory → what opens it."""
         self.is_indexed = False
         """Whether all layers have an index, and so the views."""
-        self._take({MEMORY: memory})
+        self._take([OpenStore(MEMORY, memory)])
 
-    def _take(self, layers: Mapping[str, Backend]) -> None:
-        self.layers = layers
-        # Asked once: each question to a protocol takes some 10 µs, and each job would ask ten.
-        self.observed = [(name, one) for name, one in layers.items() if isinstance(one, Observable)]
+    def _take(self, layers: Sequence[OpenStore]) -> None:
+        self.layers = {each.name: each for each in layers}
+        self._indexes = [each.index for each in layers if each.index is not None]
+        below = [each.index for each in layers if each.name != MEMORY]
+        self._farther = [index for index in below if index is not None]
+
+    @property
+    def observed(self) -> list[tuple[str, Observable]]:
         """The layers that tell figures."""
-        below = [one for name, one in layers.items() if name != MEMORY]
-        self._farther = [one for one in below if isinstance(one, LocalIndex)]
-        self._indexes: list[LocalIndex] = [self.memory, *self._farther]
-        self._sparing = [one for one in layers.values() if isinstance(one, Spares)]
+        layers = self.layers.values()
+        return [(each.name, each.observable) for each in layers if each.observable is not None]
 
     # ---- its layers ----
 
-    def settle(self, *, late_have_index: bool = True) -> None:
+    def settle(self, *, late_have_index: bool) -> None:
         """Choose whether views have an index, before the first one, by what is open by then."""
         self.is_indexed = late_have_index and len(self._indexes) == len(self.layers)
 
-    async def add(self, name: str, layer: Backend) -> bool:
+    async def add(self, layer: OpenStore) -> bool:
         """Add a store that has opened, and tell it what it missed; return whether that can be."""
-        if self.is_indexed and not isinstance(layer, LocalIndex):
+        if self.is_indexed and layer.index is None:
             return False
-        layers = {**self.layers, name: layer}
-        self._take({each: layers[each] for each in self._order if each in layers})
+        layers = {**self.layers, layer.name: layer}
+        self._take([layers[each] for each in self._order if each in layers])
         self.spare()
         if self._facts:
             await self.describe(self._facts)
@@ -120,9 +120,9 @@ class SharedStore:
         """
         closed, removed = self.opening.keys() - self.layers.keys(), 0
         for name, layer in self.layers.items():
-            if not isinstance(layer, Purges):
+            if not isinstance(layer.backend, Purges):
                 raise OSError(f"{name} cannot remove a namespace")
-            removed += await layer.purge(namespaces)
+            removed += await layer.backend.purge(namespaces)
         if closed:  # also if one has opened meanwhile
             raise OSError(f"{', '.join(sorted(closed))} cannot be opened yet")
         return removed
@@ -130,15 +130,8 @@ class SharedStore:
     def spare(self) -> None:
         """Tell the layers what the queues of all engines need."""
         keys = frozenset[bytes]().union(*(view.spared for view in self.views))
-        self.hint(lambda layer: layer.spare(keys))
-
-    def hint(self, tell: Callable[[Spares], None]) -> None:
-        """Tell each layer, whatever a plug-in's does: the end of a session must not fail here."""
-        for layer in self._sparing:
-            try:
-                tell(layer)
-            except Exception as error:
-                _failures.warning("a layer takes no hint: %r", error)
+        for layer in self.layers.values():
+            layer.spare(keys)
 
     async def close(self) -> None:
         """Close all layers, those that are being opened as well."""
@@ -146,7 +139,7 @@ class SharedStore:
             task.cancel()
         if self.opening:
             await asyncio.wait(self.opening.values())
-        await close_stores([OpenStore(*layer) for layer in self.layers.items()], CLOSE_S)
+        await close_stores(list(self.layers.values()), CLOSE_S)
 
     # ---- its views ----
 
@@ -165,11 +158,11 @@ class SharedStore:
 
     def tell_removals(self) -> None:
         """Tell all views which chunks have left, and are in no other layer with an index."""
-        left = [each for _, layer in self.observed for each in layer.take_removals()]
-        for removal in left:
-            if not self.holds(removal.key):
+        left = [each for layer in self.layers.values() for each in layer.removals()]
+        for key, reason in left:
+            if not self.holds(key):
                 for view in self.views:
-                    view.removals.append(removal)
+                    view.removals.append(Removal(key, reason))
 
     def written(self, keys: Sequence[bytes]) -> None:
         """Take in that these were stored: what a view has forgotten counts again."""
@@ -201,8 +194,10 @@ class SharedStore:
     def pump(self) -> None:
         """Tell all views what has changed in the index."""
         changed: dict[bytes, bool] = {}  # each once
-        for layer in self._indexes:
-            changed.update(layer.take_changes(KEYS_PER_MESSAGE - len(changed)))
+        for layer in self.layers.values():
+            if told := layer.changes():
+                changed.update(dict.fromkeys(told.added, True))
+                changed.update(dict.fromkeys(told.removed, False))
         gone = [key for key, is_there in changed.items() if not is_there]  # from one of them
         changed.update(zip(gone, self.held(gone), strict=True))
         keys, present = list(changed), self._present
@@ -217,7 +212,7 @@ class SharedStore:
     @property
     def is_complete(self) -> bool:
         """Whether each layer has told of all that was stored in it earlier."""
-        return all(layer.is_complete for layer in self._indexes)
+        return all(layer.is_told for layer in self.layers.values())
 
 
 class StoreView(Observable, Lends, Spares, Purges):
@@ -258,7 +253,7 @@ class StoreView(Observable, Lends, Spares, Purges):
     async def _ask(self, keys: Sequence[bytes], answers: list[bool]) -> None:
         for name, layer in self._shared.layers.items():
             if unknown := [i for i, there in enumerate(answers) if not there]:
-                ask = partial(layer.contains, [keys[i] for i in unknown])
+                ask = partial(layer.backend.contains, [keys[i] for i in unknown])
                 for found in await _together([self._turns.call("ask", name, len(unknown), ask)]):
                     for i, there in zip(unknown, found, strict=True):
                         answers[i] = there
@@ -276,7 +271,7 @@ class StoreView(Observable, Lends, Spares, Purges):
         """See :meth:`ReadsEach.read_each`; ``tenants``: for whom each chunk is copied nearer."""
         check_lengths(keys, into)
         answers: list[bool | ReadResult] = [ReadResult.MISSING] * len(keys)
-        nearer: dict[str, Backend] = {}
+        nearer: list[OpenStore] = []
 
         def came(i: int) -> None:
             answers[i] = True  # whatever becomes of the call: its slot is copied from now on
@@ -284,8 +279,8 @@ class StoreView(Observable, Lends, Spares, Purges):
 
         for name, layer in self._shared.layers.items():
             wanted = [i for i, answer in enumerate(answers) if not answer]
-            if isinstance(layer, LocalIndex):
-                wanted = [i for i in wanted if layer.holds(keys[i])]
+            if (index := layer.index) is not None:
+                wanted = [i for i in wanted if index.holds(keys[i])]
             if wanted:
                 read = partial(_read, layer, keys, into, wanted, came)
                 for found in await _together([self._turns.call("read", name, len(wanted), read)]):
@@ -296,32 +291,33 @@ class StoreView(Observable, Lends, Spares, Purges):
                     some = [keys[i] for i in brought], [into[i] for i in brought]
                     whose = [tenants[i] for i in brought] if tenants else ()
                     await _together(self._writes(nearer, *some, whose))
-            nearer[name] = layer
+            nearer.append(layer)
         return answers
 
     async def write(
         self, keys: Sequence[bytes], chunks: Sequence[memoryview], tenants: Sequence[bytes] = ()
     ) -> Sequence[Written]:
         check_lengths(keys, chunks)
-        answered = await _together(self._writes(self._shared.layers, keys, chunks, tenants))
+        layers = self._shared.layers.values()
+        answered = await _together(self._writes(layers, keys, chunks, tenants))
         answers = list(map(_best, zip([False] * len(keys), *answered, strict=True)))
         self._shared.written([key for key, good in zip(keys, answers, strict=True) if good])
         return answers
 
     def _writes(
         self,
-        layers: Mapping[str, Backend],
+        layers: Iterable[OpenStore],
         keys: Sequence[bytes],
         chunks: Sequence[memoryview],
         tenants: Sequence[bytes],
     ) -> Iterator[Coroutine[Any, Any, Sequence[Written]]]:
-        for name, layer in layers.items():
-            work = partial(call_for, tenants, layer.write, keys, chunks)
-            yield self._turns.call("write", name, len(keys), work)
+        for layer in layers:
+            work = partial(call_for, tenants, layer.backend.write, keys, chunks)
+            yield self._turns.call("write", layer.name, len(keys), work)
 
     async def remove(self, keys: Sequence[bytes]) -> None:
         await _together(
-            self._turns.call("write", name, len(keys), partial(layer.remove, keys))
+            self._turns.call("write", name, len(keys), partial(layer.backend.remove, keys))
             for name, layer in self._shared.layers.items()
         )
 
@@ -365,7 +361,8 @@ class StoreView(Observable, Lends, Spares, Purges):
         self._shared.spare()
 
     def expect(self, returns: Sequence[ToldReturn], share: float) -> None:
-        self._shared.hint(lambda layer: layer.expect(returns, share))
+        for layer in self._shared.layers.values():
+            layer.expect(returns, share)
 
     # ---- figures ----
 
@@ -478,16 +475,16 @@ async def _together(calls: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
 
 
 async def _read(
-    layer: Backend,
+    layer: OpenStore,
     keys: Sequence[bytes],
     into: Sequence[memoryview],
     wanted: Sequence[int],
     arrived: Callable[[int], None],
 ) -> Sequence[bool | ReadResult]:
     some, slots = [keys[i] for i in wanted], [into[i] for i in wanted]
-    if isinstance(layer, ReadsEach):
-        return await layer.read_each(some, slots, lambda at: arrived(wanted[at]))
-    answers = await layer.read(some, slots)
+    if layer.reads_each is not None:
+        return await layer.reads_each.read_each(some, slots, lambda at: arrived(wanted[at]))
+    answers = await layer.backend.read(some, slots)
     for i, answer in zip(wanted, answers, strict=True):
         if answer:
             arrived(i)

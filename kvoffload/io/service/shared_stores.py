@@ -165,10 +165,11 @@ async def _open_layer(
         log.error("%s cannot be opened yet: %s", tier.name, error)
         _is_over(tried)
 
-    layer = await until_open(partial(open_tier, tier, namespace), refused)
-    if not await shared.add(tier.name, layer):
+    backend = await until_open(partial(open_tier, tier, namespace), refused)
+    layer = OpenStore(tier.name, backend)
+    if not await shared.add(layer):
         log.error("%s lists no chunks and came late: restart the server", tier.name)
-        await close_stores([OpenStore(tier.name, layer)], CLOSE_S)
+        await close_stores([layer], CLOSE_S)
     _is_over(tried)
 
 

@@ -12,6 +12,7 @@ from layers import shared_store
 
 from kvoffload import registry
 from kvoffload.backends.admin import Garbage
+from kvoffload.backends.memory import MemoryBackend, MemoryOptions
 from kvoffload.errors import ConfigError
 from kvoffload.io import open_stores
 from kvoffload.io.protocol import TierSettings
@@ -228,6 +229,26 @@ async def test_a_store_ends_with_its_last_view_though_a_plug_in_takes_no_hint(ca
     await shared.close()
 
 
+async def test_a_layer_that_fails_to_tell_what_it_has_hides_nothing_of_the_others(caplog):
+    class PlugIn(MemoryBackend):
+        def take_changes(self, limit):
+            raise RuntimeError("no such thing")
+
+        def take_removals(self):
+            raise RuntimeError("nothing of this kind")
+
+    memory, keys = HostStore(HostMemory(2 * CHUNK_BYTES, LRUPolicy), "n"), keys_of(4)
+    shared = shared_store(memory, below=PlugIn(MemoryOptions(), "n"))
+    view = shared.new_view()
+    await memory.write(keys, filled(keys))
+    assert listed(view) == set(keys[2:])
+    assert view.is_complete
+    assert sorted(each.key for each in view.take_removals()) == sorted(keys[:2])
+    assert "no such thing" in caplog.text
+    await view.close()
+    await shared.close()
+
+
 async def test_the_disk_below_learns_when_the_sessions_of_an_engine_return(tmp_path):
     on_disk = CHUNK_BYTES + 2 * 4096
     room = {"capacity": 8 * on_disk, "high_watermark": 1.0, "min_free": 0}
@@ -315,7 +336,7 @@ async def test_a_backend_that_opens_late_is_told_what_it_has_missed(tmp_path, mo
     await asyncio.wait(view._shared.opening.values())
     for key in (*keys, *new):
         assert await view.write([key], filled([key])) == [True]
-    disk = view._shared.layers["disk"]
+    disk = view._shared.layers["disk"].backend
     assert all(map(disk.holds, keys))
     assert not all(map(disk.holds, new))
     await view.close()

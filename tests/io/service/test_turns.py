@@ -8,6 +8,7 @@ from layers import shared_store
 
 from kvoffload.backends.blocking_pool import undisturbed
 from kvoffload.backends.memory import MemoryBackend, MemoryOptions
+from kvoffload.io.open_stores import OpenStore
 from kvoffload.io.service.host_memory import HostMemory
 from kvoffload.io.service.host_store import HostStore
 from kvoffload.io.service.turns import CHUNKS_PER_CALL, MOST_CHUNKS, Turns
@@ -240,7 +241,8 @@ async def test_no_store_writes_into_the_slot_of_a_chunk_that_has_arrived():
         return [False] * len(keys)
 
     near = type("Near", (Below,), {"read_each": staticmethod(read_one)})()
-    rig.shared._take({"memory": rig.host, "near": near, "far": rig.far})
+    layers = {"memory": rig.host, "near": near, "far": rig.far}
+    rig.shared._take([OpenStore(*layer) for layer in layers.items()])
     for below in (near, rig.far):
         await below.write(keys, filled(keys))
     rig.far.read = read_garbage
