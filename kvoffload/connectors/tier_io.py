@@ -11,7 +11,7 @@ from kvoffload.identity import Fact, namespace, readable, short
 from kvoffload.io.attached import AttachedServer
 from kvoffload.io.client import IOClient
 from kvoffload.io.forms import Form, ServerProcess, ServerThread, check_interpreter
-from kvoffload.io.protocol import VERSION, Open, TierSettings
+from kvoffload.io.protocol import VERSION, Open, TierSettings, tiers_of
 from kvoffload.transfer.shared_memory import create_shared_memory
 from kvoffload.transfer.slab import Slab
 
@@ -27,13 +27,11 @@ SERVE = "serve"
 
 
 def tier_names(config: OffloadConfig) -> list[tuple[str, BackendConfig]]:
-    """Name each configured tier: by its type; a second one of a type by its place as well."""
+    """Name each configured tier; see :func:`kvoffload.io.protocol.tiers_of`."""
     if config.serve:
         return [(SERVE, BackendConfig(SERVE))]
-    named: dict[str, BackendConfig] = {}
-    for i, wanted in enumerate(config.backends):
-        named[wanted.type if wanted.type not in named else f"{wanted.type}{i}"] = wanted
-    return list(named.items())
+    names = (tier.name for tier in tiers_of(config.backends))
+    return list(zip(names, config.backends, strict=True))
 
 
 class TierIO:
@@ -101,11 +99,9 @@ class TierIO:
             raise
 
     def _start(self, start: Form) -> None:
-        tiers = []
-        for i, (name, wanted) in enumerate(tier_names(self._config)):
-            where = f"backends[{i}]."
-            registry.read_options(wanted.type, wanted.options, where)  # before anything is started
-            tiers.append(TierSettings(name, wanted.type, wanted.options, where))
+        tiers = tiers_of(self._config.backends)
+        for tier in tiers:  # before anything is started
+            registry.read_options(tier.type, tier.options, tier.where)
         self._open(start, tiers, needs_server=True)
 
     def _open(self, start: Form, tiers: list[TierSettings], *, needs_server: bool) -> None:

@@ -6,12 +6,13 @@ bytes of chunks never travel here: both ends map the slab, and memory that a ser
 """
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Annotated, Any, get_args
 
 import msgspec
 from msgspec.structs import replace
 
+from kvoffload.config import BackendConfig
 from kvoffload.policies.told_return import Key, ToldReturn
 
 VERSION = 16
@@ -40,6 +41,15 @@ class TierSettings(msgspec.Struct, array_like=True, frozen=True):
     type: str
     options: dict[str, Any]
     where: str
+
+
+def tiers_of(backends: Iterable[BackendConfig], *taken: str) -> list[TierSettings]:
+    """Name each backend of settings: by its type; a second one of a name by its place as well."""
+    named: dict[str, TierSettings] = {}
+    for i, wanted in enumerate(backends):
+        name = wanted.type if wanted.type not in (*taken, *named) else f"{wanted.type}{i}"
+        named[name] = TierSettings(name, wanted.type, wanted.options, f"backends[{i}].")
+    return list(named.values())
 
 
 class Open(_Message):

@@ -21,7 +21,7 @@ from kvoffload.control import check_user, free_name
 from kvoffload.errors import ConfigError
 from kvoffload.io.greeting import Greeting
 from kvoffload.io.open_stores import CLOSE_S
-from kvoffload.io.protocol import VERSION, Load, Refused, Store, TierSettings, frame
+from kvoffload.io.protocol import VERSION, Load, Refused, Store, frame, tiers_of
 from kvoffload.io.server import Session
 from kvoffload.io.service.host_memory import HostMemory
 from kvoffload.io.service.layered_store import MEMORY
@@ -120,7 +120,7 @@ class Service:
             remedy = f"the system refuses so much memory ({error.strerror}); ask for less"
             raise ConfigError("memory", int(config.memory), remedy) from error
         self._config = config
-        self._stores = SharedStores(self.memory, _tiers(config))
+        self._stores = SharedStores(self.memory, tiers_of(config.backends, MEMORY))
         self.sessions: dict[Session, EngineTraffic] = {}
         """Those that are served → what their engines have moved."""
         self._num_leaving = 0
@@ -176,7 +176,7 @@ class Service:
 
     async def _replace_stores(self) -> None:
         async with self._may_attach:
-            self._stores.backends = _tiers(self._config)
+            self._stores.backends = tiers_of(self._config.backends, MEMORY)
             for session in list(self.sessions):
                 session.end()
             if self.sessions:
@@ -331,16 +331,6 @@ def _has_said(sock: socket.socket) -> bool:
 def _shares(config: ServeConfig) -> NamespaceShares | None:
     least, most = config.namespace_min, config.namespace_max
     return NamespaceShares(least, most) if least or most is not None else None
-
-
-def _tiers(config: ServeConfig) -> list[TierSettings]:
-    """Return the backends with a name for each, which the memory's is not."""
-    tiers: list[TierSettings] = []
-    for i, tier in enumerate(config.backends):
-        taken = [MEMORY, *(each.name for each in tiers)]
-        name = tier.type if tier.type not in taken else f"{tier.type}{i}"
-        tiers.append(TierSettings(name, tier.type, tier.options, f"backends[{i}]."))
-    return tiers
 
 
 @contextlib.contextmanager
