@@ -160,7 +160,14 @@ class IOClient:
 
     # ---- on any thread ----
 
-    def begin(self, order: Load | Store, listener: Listener, *, needs_slots: bool = False) -> None:
+    def begin(
+        self,
+        order: Load | Store,
+        listener: Listener,
+        *,
+        needs_slots: bool = False,
+        moved_s: float = 0.0,
+    ) -> None:
         """Begin to read chunks into slots, or to write them from there; never waits.
 
         The listener of a load that may lend is lent chunks that are in a server's memory: their
@@ -170,6 +177,7 @@ class IOClient:
             order: its number is given here.
             listener: is told of the chunks, and of the end.
             needs_slots: whether more is to be read into the slots after it.
+            moved_s: when its time began; 0: it begins now.
 
         Raises:
             KeyError: there is no such tier.
@@ -182,13 +190,13 @@ class IOClient:
         elif tier.unsent:  # forgotten after the store, a key would be lost
             self._send_forgotten(tier)
         data, link, now_s = frame(order), self._link, time.monotonic()
+        listener.moved_s = moved_s or now_s
         with link.lock:  # a server that dies either takes this job with it, or is known to be dead
             if is_up := link.is_up:
-                due_s = now_s + timeout_s
-                job = IOJob(order, listener, timeout_s, now_s, due_s, needs_slots)
+                job = IOJob(order, listener, timeout_s, now_s, needs_slots)
                 self._jobs.unanswered[order.job] = job
             link.push(data)
-        if is_up and timeout_s < PATIENT_S:
+        if is_up and listener.moved_s + timeout_s < now_s + PATIENT_S:
             link.wake()
         if not is_up:
             listener.ended(bytes(len(order.keys)), "io_died", True, 0.0)

@@ -38,6 +38,10 @@ class Listener(Protocol):
     submits the job, before that call returns.
     """
 
+    moved_s: float = 0.0
+    """When the job's time began: at its begin, or with the last chunk that it, or a load that it
+    waits for, got since. The client sets it until the answer."""
+
     def arrived(self, numbers: Sequence[int]) -> None:
         """Take in that these chunks of a load are verified in their slots.
 
@@ -68,8 +72,8 @@ class IOJob:
     order: Load | Store
     listener: Listener
     timeout_s: float
+    """How long it may go on after :attr:`Listener.moved_s`."""
     begun_s: float
-    due_s: float
     needs_slots: bool = False
     """Whether more is to be read into its slots: then an answer before they are free is of no use.
     """
@@ -145,15 +149,16 @@ class IOJobs:
     def _has_moved(self, job: IOJob) -> None:
         """Defer the deadlines of a load whose chunk arrived, and of loads that wait behind it."""
         now_s, order = time.monotonic(), job.order
-        is_soon_over = all(job.ok) and not job.needs_slots
-        job.due_s = now_s + (min(ARRIVED_S, job.timeout_s) if is_soon_over else job.timeout_s)
+        job.listener.moved_s = now_s
+        if all(job.ok) and not job.needs_slots:
+            job.timeout_s = min(ARRIVED_S, job.timeout_s)
         with self._lock:
             jobs = list(self.unanswered.values())
         for other in jobs:
             theirs = other.order
             is_behind = isinstance(theirs, Load) and theirs.job > order.job
             if is_behind and theirs.tier == order.tier and not any(other.ok):
-                other.due_s = now_s + other.timeout_s
+                other.listener.moved_s = now_s
 
     def look(self, now_s: float) -> float | None:
         """Cancel the jobs that are late; answer those that were cancelled and do not end.
@@ -167,7 +172,7 @@ class IOJobs:
             if job.cancelled_s:
                 if now_s >= job.cancelled_s + CANCEL_GRACE_S:
                     self._leave(number, "deadline")
-            elif now_s < job.due_s:
+            elif now_s < job.listener.moved_s + job.timeout_s:
                 continue
             elif all(job.ok):  # what the server stores nearer goes on
                 self._leave(number, "")

@@ -6,6 +6,7 @@ read and verified, so reads and copies of a load run at the same time.
 
 import logging
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
@@ -111,7 +112,8 @@ class _Part(Listener):
             sizes = load.layout.sizes(self._keys)
             order = Load(0, self._tier, [*self._keys], [*self.slots], sizes, [*self._tenants])
             order.may_lend = load.may_borrow
-            load.io.begin(order, self, needs_slots=bool(self.followers))
+            needs_slots = bool(self.followers)
+            load.io.begin(order, self, needs_slots=needs_slots, moved_s=self.moved_s)
         except Exception:
             log.exception("a read of %d chunks could not begin", len(self._keys))
             self.ended(bytes(len(self._keys)), "refused_transfer", True, 0.0)
@@ -124,7 +126,7 @@ class _Part(Listener):
         if new and (fence := self._launch(new)) is not None and self.followers:
             with self._load.lock:
                 self._uses += 1
-            fence.when_reached(self._used)
+            fence.when_reached(self._copied)
 
     def lent(self, loan: Loan) -> None:
         """Launch the copies of chunks in the server's memory: they use no slots."""
@@ -164,6 +166,11 @@ class _Part(Listener):
 
     # ---- turns ----
 
+    def _copied(self) -> None:
+        """Note the end of a copy: with it the followers' time begins again."""
+        self.moved_s = time.monotonic()
+        self._used()
+
     def _used(self) -> None:
         """Note the end of the read or of a copy; after the last, the followers may begin."""
         begin: list[_Part] = []
@@ -171,6 +178,8 @@ class _Part(Listener):
             self._uses -= 1
             if not self._uses:
                 for part in self.followers:
+                    # One that brought nothing leaves them what is left of its time.
+                    part.moved_s = max(part.moved_s, self.moved_s)
                     part.waits_for -= 1
                     if not part.waits_for and not part._is_dropped:
                         begin.append(part)

@@ -252,6 +252,35 @@ def test_nothing_is_read_into_slots_that_a_hung_read_still_has(half, until):
             assert (t.tensor[2 * i : 2 * i + 2] == expected).all()
 
 
+def test_parts_that_bring_nothing_leave_a_load_in_turns_no_more_time(half, until):
+    """Each part asks the store within its time; together they would take ten times as long."""
+    store_all(half, until)
+    half.wait_at_most(1.0)
+    asked = []
+
+    async def slowly_missing(keys, into):
+        asked.extend(keys)
+        await asyncio.sleep(0.4)
+        return [False] * len(keys)
+
+    half.store.read = slowly_missing
+    slots = [i % 2 for i in range(20)]
+    half.worker.submit(3, (staged(slots, range(20)), GPULoadStoreSpec(range(40))), 20)
+    (result,) = until(half.worker.get_finished)
+    assert (any(result.ok), result.settled, result.reason) == (False, True, "deadline")
+    assert len(asked) < 20
+
+
+def test_a_part_that_waits_for_copies_has_its_time_from_their_end(half, until):
+    store_all(half, until)
+    half.wait_at_most(1.5)
+    copy = half.copier._copy
+    half.copier._copy = lambda *copies: (time.sleep(1.7), copy(*copies))
+    half.worker.submit(3, (staged([0, 0], range(2)), GPULoadStoreSpec(range(4))), 2)
+    (result,) = until(half.worker.get_finished)
+    assert (result.success, result.reason) == (True, "")
+
+
 @pytest.mark.parametrize("verb", ["read", "write"])
 @pytest.mark.parametrize("fault", ["raise", "hang", "miss"])
 @pytest.mark.usefixtures("settling")
