@@ -98,7 +98,7 @@ class SharedStores:
         if opening is None or not opening.done() or self._opening[namespace]:
             return
         if opening.cancelled() or opening.exception() is not None:
-            del self._shared[namespace]
+            del self._shared[namespace], self._opening[namespace]
         elif not opening.result().views:
             del self._shared[namespace], self._opening[namespace]
             closing = asyncio.create_task(self._close(namespace, opening.result()))

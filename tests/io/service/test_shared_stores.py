@@ -411,6 +411,8 @@ async def test_a_store_that_cannot_be_made_of_its_backends_leaves_none_open(tmp_
     stores = new_stores(4, disk, TierSettings("other", "no such type", {}, "backends[1]."))
     with pytest.raises(ConfigError, match="no such type"):
         await opened(stores)
+    assert not stores._shared
+    assert not stores._opening, "a server would keep the name of each such namespace"
     new = [each for each in threading.enumerate() if each not in before]
     for thread in new:
         thread.join(60)
