@@ -137,7 +137,10 @@ class Engine:
             self._finish(self._requests[request_id], "abort")
 
     def step(self) -> list[RequestResult]:
-        """Compute one batch; returns the requests that ended with it or since the last step."""
+        """Compute one batch; returns the requests that ended with it or since the last step.
+
+        Call it while the engine is idle, too: what was stored last goes on to the tiers.
+        """
         self._scheduler.end_loads()
         work = self._scheduler.schedule()
         if work:

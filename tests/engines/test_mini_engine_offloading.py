@@ -294,6 +294,21 @@ def test_a_load_that_hangs_ends_by_its_deadline_aborted_or_not(
     assert results[0].token_ids == (() if aborted else right.token_ids)
 
 
+def test_what_the_last_request_stored_reaches_the_tiers_by_the_steps_of_an_idle_engine(
+    tiny, tmp_path, until
+):
+    offload = {
+        "cpu_bytes": "1MiB",
+        "blocks_per_chunk": 1,
+        "backends": [{"type": "disk", "root": str(tmp_path), "capacity": "64MiB", "min_free": 0}],
+    }
+    config = {"model": tiny, "block_size": 8, "max_model_len": MAX_LEN, "kv_cache_bytes": "256KiB"}
+    with Engine({**config, "offload": offload}) as engine:
+        engine.generate([list(range(80))], SamplingParams(max_tokens=1))
+        disk = engine.connector._spec.tiers["disk"]
+        until(lambda: engine.step() == [] and disk.usage and disk.usage.chunks == 10)
+
+
 def wait_for_index(engine, chunks):
     assert engine.connector.flush()  # of an idle engine nothing takes in that a copy has ended
     until = time.monotonic() + 60

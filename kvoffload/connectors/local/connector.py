@@ -9,7 +9,7 @@ when                           what
 a request begins to wait       ``request_queued``: what it will need stays (optional)
 a waiting request is looked at ``get_num_new_matched_tokens``: how much can be loaded
 its blocks are allocated       ``update_state_after_alloc``: the load begins
-every step, also when idle     ``poll``: which loads ended, and how far each got
+every step, also when idle     ``poll``: which loads ended; what was stored goes on to tiers
 before a forward pass          ``before_forward``: waits for copies of blocks about to be written
 after a forward pass           ``after_forward``: newly full chunks are stored
 a request is preempted         ``request_preempted``, if it will be admitted again
