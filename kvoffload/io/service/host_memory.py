@@ -149,6 +149,7 @@ class HostMemory:
         with self._lock:
             if self._readers.get(number) is reader:
                 del self._readers[number]
+                self._forget_if_unused(number)
 
     def names_of(self, namespace: str) -> list[Name]:
         """Return the names of the chunks of a namespace."""
@@ -455,7 +456,8 @@ class HostMemory:
         self._leave(name)
 
     def _leave(self, name: Name) -> None:
-        chunk = self._part(name).pop(name[_NUMBER:])
+        part = self._part(name)
+        chunk = part.pop(name[_NUMBER:])
         self._num_chunks -= 1
         if self._tenants is not None:
             self._tenants.forget((name,))
@@ -465,6 +467,15 @@ class HostMemory:
         elif self._table:
             self._table.mark(chunk.first, is_lent=True, is_gone=True)
         self._tell(name)
+        if not part:
+            self._forget_if_unused(chunk.gone_from)
+
+    def _forget_if_unused(self, number: bytes) -> None:
+        """Forget the tables of a namespace that has neither chunks nor a reader."""
+        if number not in self._readers and not any(self._parts(number).values()):
+            self._tables.pop(number, None)
+            if self._by_namespace is not None:
+                self._by_namespace.forget(number)
 
     def _tell(self, name: Name) -> None:
         if reader := self._readers.get(name[:_NUMBER]):
@@ -535,7 +546,7 @@ class HostMemory:
         self._free = taken.rest()
         if by_use:
             self._order_of(size).add([name for _, name in sorted(by_use)])
-        for number in self._tables:
+        for number in list(self._tables):  # one that loses its last chunk is forgotten
             self._keep_within(number)
         log.info("%d chunks of the server before are adopted", len(self))
 

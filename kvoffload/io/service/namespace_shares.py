@@ -123,7 +123,11 @@ class NamespaceOrder:
         givers = self._shares.givers()
         if not givers and self._by_use:  # the minima are more than the memory
             return self._number_of(next(iter(self._by_use)))
-        return next((number for number in givers if len(self._policies[number])), None)
+        return next((number for number in givers if self._policies.get(number)), None)
+
+    def forget(self, number: bytes) -> None:
+        """Forget the order of a namespace, which has no chunk any more."""
+        self._policies.pop(number, None)
 
     def _apart(self, keys: Sequence[bytes]) -> list[tuple[bytes, list[bytes]]]:
         groups: dict[bytes, list[bytes]] = {}

@@ -229,6 +229,33 @@ async def test_threads_that_store_at_once_keep_within_the_shares(open_store):
     assert memory._shares.bytes_of == rooms
 
 
+@pytest.mark.parametrize("have_shares", [False, True], ids=["alone", "with shares"])
+@pytest.mark.parametrize("way", ["emptied", "evicted", "read, and removed", "evicted after a loan"])
+async def test_a_namespace_without_engines_and_chunks_leaves_no_table(open_store, have_shares, way):
+    """Each engine with new weights has a new namespace: tables of all would stay."""
+    shares = NamespaceShares() if have_shares else None
+    memory = HostMemory(BLOCKS * BLOCK, LRUPolicy, shares=shares, lends=True)
+    old, new, keys = open_store(memory, "old"), open_store(memory, "new"), keys_of(3)
+    await store_each(old, keys)
+    if way == "emptied":
+        await old.purge(["old"])
+    is_on_loan = way in ("read, and removed", "evicted after a loan")
+    if is_on_loan:
+        await old.verify(keys[:1], [BLOCK])
+        (start,), end = memory.lend(old._number, keys[:1], [BLOCK])
+        assert start >= 0
+    await old.close()
+    if way == "read, and removed":
+        await new.purge(["old"])
+    await store_each(new, keys_of(2 * BLOCKS, "more"))
+    if is_on_loan:
+        end()
+    await store_each(new, keys_of(2 * BLOCKS, "still more"))
+    assert [*memory._tables] == [new._number]
+    if have_shares:
+        assert [*memory._by_namespace._policies] == [new._number]
+
+
 async def test_without_shares_nothing_is_counted(open_store):
     memory = HostMemory(BLOCKS * BLOCK, LRUPolicy)
     await store_each(open_store(memory, "n"), keys_of(BLOCKS + 1))
