@@ -6,7 +6,7 @@ from kvoffload.io.service.layered_store import MEMORY, SharedStore
 
 def shared_store(memory, unused=lambda: None, **below):
     """Return what the sessions of a namespace share: the memory, and the stores below it."""
-    shared = SharedStore(memory, list(below), unused)
+    shared = SharedStore(memory, list(below), unused, {})
     layers = {MEMORY: memory, **below}
     shared._take([OpenStore(*layer) for layer in layers.items()])
     shared.settle(late_have_index=True)

@@ -53,12 +53,19 @@ class SharedStore:
         memory: the nearest one.
         order: the names of all, the nearest first.
         unused: called when the last view is closed.
+        closing: namespaces whose stores are being closed, with what does that.
     """
 
-    def __init__(self, memory: HostStore, order: Sequence[str], unused: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        memory: HostStore,
+        order: Sequence[str],
+        unused: Callable[[], None],
+        closing: Mapping[str, asyncio.Task[None]],
+    ) -> None:
         self.memory = memory
         self._order = MEMORY, *order
-        self._unused = unused
+        self._unused, self._closing = unused, closing
         self.views: list[StoreView] = []
         self._present = new_parts(set[bytes])
         """What the index has told so far, but for what is in memory, which has tables of it."""
@@ -118,6 +125,9 @@ class SharedStore:
         Raises:
             OSError: a layer cannot do it, or is not open yet.
         """
+        # A disk writes what it knows as it closes: removed before, a namespace would be back.
+        if closing := [self._closing[each] for each in namespaces if each in self._closing]:
+            await asyncio.wait(closing)
         closed, removed = self.opening.keys() - self.layers.keys(), 0
         for name, layer in self.layers.items():
             if not isinstance(layer.backend, Purges):

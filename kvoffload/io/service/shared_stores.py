@@ -77,7 +77,8 @@ class SharedStores:
             await asyncio.wait([closing])
         memory, tiers = HostStore(self._memory, namespace), self.backends
         unused = partial(self._close_unused, namespace)
-        shared = SharedStore(memory, [tier.name for tier in tiers], unused)
+        names = [tier.name for tier in tiers]
+        shared = SharedStore(memory, names, unused, self._closing)
         tries = [asyncio.get_running_loop().create_future() for _ in tiers]
         for tier, tried in zip(tiers, tries, strict=True):
             work = _open_layer(shared, tier, namespace, tried)

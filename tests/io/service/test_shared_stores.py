@@ -420,6 +420,24 @@ async def test_a_store_that_cannot_be_made_of_its_backends_leaves_none_open(tmp_
     await stores.close()
 
 
+async def test_a_namespace_is_removed_once_its_store_is_closed(tmp_path):
+    """A disk writes what it knows as it closes: a folder of each namespace would stay."""
+    disk = TierSettings("disk", "disk", {"root": str(tmp_path / "kv"), "min_free": 0}, "")
+    stores, keys = new_stores(4, disk), keys_of(2)
+    new = await opened(stores, opening([("serve", "serve", {})], namespace="1" * 64))
+    evictor = new._shared.layers["disk"].backend._store.root.evictor
+    while not evictor.held:  # noqa: ASYNC110 - only that one removes a segment at once
+        await asyncio.sleep(0.01)
+    for _ in range(10):
+        old = await opened(stores)
+        await old.write(keys, filled(keys))
+        await old.close()
+        await new.purge([OPEN.namespace])
+        assert len([each for each in (tmp_path / "kv").iterdir() if len(each.name) == 64]) == 1
+    await new.close()
+    await stores.close()
+
+
 async def test_a_backend_has_its_figures_as_long_as_it_is_a_setting(tmp_path):
     disk = TierSettings("disk", "disk", {"root": str(tmp_path / "kv"), "min_free": 0}, "")
     stores, keys = new_stores(4, disk), keys_of(2)
