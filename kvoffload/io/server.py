@@ -133,6 +133,8 @@ class Session:
         self._waiting: dict[int, asyncio.Task[Any]] = {}
         """Job that waits for its store → what waits."""
         self._stores: dict[str, OpenStore] = {}
+        self._left: dict[str, list[str]] = {}
+        """Tier → namespaces that its next store is to remove, as the last one was closed."""
         self._most_keys = most_keys
         self._num_keys = 0
         """Those of orders and questions that have not ended, and some for each of these."""
@@ -330,7 +332,7 @@ class Session:
         ``running`` are cancelled calls on the old stores, which ``closing`` closes.
         """
         remains: list[str] = []
-        forgotten = wanted.forgotten.get(store.name, [])
+        forgotten, left = wanted.forgotten.get(store.name, []), self._left.pop(store.name, [])
         if wanted.erases(store.name):
             are_over = all(call.done() for call in running if call.get_name() == store.name)
             try:
@@ -341,8 +343,10 @@ class Session:
                 raise
             if not are_over:
                 remains.append(f"{store.name}: a call that began before hangs, and may store yet")
-        elif forgotten:
-            self._spawn(self._retire(closing, store, forgotten))
+        else:
+            left += forgotten
+        if left:
+            self._spawn(self._retire(closing, store, left))
         if wanted is not self._wanted:  # it hung until newer stores were wanted
             await close_stores([store], CLOSE_S)
             return
@@ -364,10 +368,19 @@ class Session:
     async def _retire(
         self, closing: "asyncio.Task[None]", heir: OpenStore, forgotten: list[str]
     ) -> None:
-        """Once the old stores are closed, remove what no engine will ask for any more."""
+        """Once the old stores are closed, remove what no engine will ask for any more.
+
+        A store that is closed meanwhile removes no more: the one in its place does.
+        """
         await asyncio.wait([closing])
-        if text := await purge(heir, forgotten):
-            log.warning("what an old generation stored stays until it is evicted: %s", text)
+        remains = await purge(heir, forgotten)
+        if (now := self._stores.get(heir.name)) is heir:
+            if remains:
+                log.warning("what an old generation stored stays until it is evicted: %s", remains)
+        elif now is None:
+            self._left.setdefault(heir.name, []).extend(forgotten)
+        else:
+            await self._retire(closing, now, forgotten)
 
     # ---- what stores have ----
 

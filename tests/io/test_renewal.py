@@ -170,3 +170,50 @@ def test_a_store_that_ends_late_is_none_of_the_new_one(client_of, until, listene
     new.gate.set()
     until(lambda: tier.holds(KEYS[0]) is not None)
     assert tier.holds(KEYS[0]) is False
+
+
+class Removing(MemoryBackend):
+    """Notes the namespaces that it removes while it is open; its closing waits for the gate."""
+
+    def __init__(self):
+        super().__init__(MemoryOptions(), "n")
+        self.gate, self.removed, self.is_shut = threading.Event(), [], False
+
+    async def close(self):
+        self.is_shut = True
+        await asyncio.to_thread(self.gate.wait, 20)
+
+    async def purge(self, namespaces):
+        if not self.is_shut:
+            self.removed += namespaces
+        return 0
+
+
+@pytest.mark.parametrize("has_opened", [True, False])
+def test_what_a_store_had_to_remove_as_it_was_replaced_the_next_one_removes(
+    closing, until, monkeypatch, has_opened
+):
+    first, second, third = stores = [Removing() for _ in range(3)]
+    client, opens = closing(client_over({"memory": first}, Slab(4, 4096))), threading.Event()
+    heirs = iter((second, third))
+
+    def open_next(*_, **__):
+        if (heir := next(heirs)) is third:
+            opens.wait(20)
+        return heir
+
+    monkeypatch.setattr(registry, "open_backend", open_next)
+    monkeypatch.setattr(MemoryBackend, "opens_apart", True, raising=False)
+    client.renew("1" * 64, {}, ["0" * 64])
+    client.renew("2" * 64, {}, ["1" * 64], timeout_s=None)
+    until(lambda: second.is_shut)
+    if has_opened:
+        opens.set()
+        until(lambda: client.outcome == "")
+    for store in stores:
+        store.gate.set()
+    if not has_opened:
+        time.sleep(0.1)  # the second store finds that it is closed
+        opens.set()
+    until(lambda: {*third.removed} == {"0" * 64, "1" * 64})
+    assert not second.removed
