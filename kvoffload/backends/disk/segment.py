@@ -98,6 +98,8 @@ class Segment:
         self.slot_bytes = slot_bytes
         self.number = number
         """Of the namespace."""
+        self.place = 0
+        """Among those that the process has open."""
         self.is_own = False
         """Whether this process has it locked to store in it."""
         self.table = bytearray()

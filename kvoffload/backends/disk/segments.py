@@ -70,7 +70,7 @@ class Segments(Places):
         self._refreshing = threading.Lock()
         self._damaged: set[str] = set()
         """Segments whose table has no valid head."""
-        self._own: dict[int, int] = {}
+        self._own: dict[int, Segment] = {}
         """By size of a slot."""
         self._look_at = 0.0
 
@@ -82,9 +82,7 @@ class Segments(Places):
             with contextlib.suppress(OSError):  # one segment that is unreadable stops no store
                 self.refresh(0)  # the lock must not be held: a refresh takes it
         with self.lock:
-            number = self._own_segment(slot_bytes)
-            segment = self._open[number]
-            assert segment is not None
+            segment = self._own_segment(slot_bytes)
             slots = [segment.free.pop() for _ in range(min(count, len(segment.free)))]
             end = len(segment.table) // ENTRY_BYTES
             new = range(end, end + count - len(slots))
@@ -97,14 +95,13 @@ class Segments(Places):
                 segment.free += reversed(slots)
                 raise
             segment.taken += count
-        return [At(segment, slot, slot * MOST_SEGMENTS + number) for slot in (*slots, *new)]
+        return [At(segment, slot) for slot in (*slots, *new)]
 
     def _must_look(self, slot_bytes: int) -> bool:
         """Return whether there may be a free slot or segment that this process does not know."""
-        number = self._own.get(slot_bytes)
-        segment = None if number is None else self._open[number]
-        others = self._store.root.other_writers
-        return segment is None or bool(others and segment.may_have_free)
+        if (segment := self._own.get(slot_bytes)) is None:
+            return True
+        return bool(self._store.root.other_writers and segment.may_have_free)
 
     def has_room_for(self, slot_bytes: int) -> bool:
         """Return whether the process has, or may have, a segment of slots of this size."""
@@ -125,10 +122,10 @@ class Segments(Places):
                     self._look(number, folder)
                 except OSError as error:
                     failed = error
-                for i, segment in self._known(number):
+                for segment in self._known(number):
                     try:
                         if not (only_foreign and segment.is_own) and segment.has_changed():
-                            found += self._update(i, segment)
+                            found += self._update(segment)
                     except OSError as error:
                         failed = error
             found.sort(key=itemgetter(0))
@@ -141,10 +138,10 @@ class Segments(Places):
         with self.lock:  # a segment is made and added under it
             known = self._known(number)
             there = {f"{folder}/{stem}" for stem in self._stems(folder)}
-        for i, segment in known:
+        for segment in known:
             if segment.stem not in there:
-                self._lose(i)
-        there.difference_update(segment.stem for _, segment in known)
+                self._lose(segment)
+        there.difference_update(segment.stem for segment in known)
         failed = None
         for stem in sorted(there - self._damaged):
             try:
@@ -173,7 +170,7 @@ class Segments(Places):
     def listing(self) -> Iterator[Found]:
         """Yield last use, name and size of each chunk, as of the last refresh."""
         places = self._places
-        for i, segment in self._known():
+        for segment in self._known():
             prefix, slot_bytes = name_of(segment.number, b""), segment.slot_bytes
             for slot, entry in segment.chunks():
                 name = prefix + entry.key
@@ -181,13 +178,13 @@ class Segments(Places):
                     # Two processes may have stored it: when the one leaves, the other stays.
                     with self.lock:
                         if key_in(segment.known(slot)) == entry.key:
-                            places.setdefault(name, slot * MOST_SEGMENTS + i)
+                            places.setdefault(name, At(segment, slot).place)
                 yield entry.used_ns, name, slot_bytes
 
     def held(self) -> list[Held]:
         """Return what each segment with chunks holds, as of the last refresh."""
         with self.lock:
-            known = [(segment, *segment.count()) for _, segment in self._known()]
+            known = [(segment, *segment.count()) for segment in self._known()]
         return [
             Held(segment.number, chunks, segment.slot_bytes, oldest_ns)
             for segment, chunks, oldest_ns in known
@@ -201,11 +198,10 @@ class Segments(Places):
         free yet.
         """
         total = 0
-        for i, segment in self._known():
+        for segment in self._known():
             total += sum(list(segment.stuck.values())) + len(segment.leaving) * segment.slot_bytes
             if not segment.is_own:
-                if segment.has_changed():
-                    self._store.appeared(self._update(i, segment))
+                self._read_changes(segment)
                 total += len(segment.written_slots()) * segment.slot_bytes
         return total
 
@@ -222,7 +218,7 @@ class Segments(Places):
                 with contextlib.suppress(FileNotFoundError):
                     remove_damaged(self.vfs, stem)
                 self._damaged.discard(stem)
-        for i, segment in self._known():
+        for segment in self._known():
             with contextlib.suppress(OSError), self.lock:  # the next clean-up tries again
                 segment.take_abandoned(_ABANDONED_S)
                 for slot in list(segment.stuck):
@@ -232,12 +228,12 @@ class Segments(Places):
                 if segment.is_own or is_done or not is_evictor or not segment.lock():
                     continue
                 try:
-                    self._read_changes(i, segment)
+                    self._read_changes(segment)
                     self._tidy(segment)
                     segment.is_tidy = not segment.freeing
                     if not segment.num_used:
                         segment.unlink()
-                        self._lose(i)
+                        self._lose(segment)
                 finally:
                     segment.unlock()
         if released:  # without the lock: the quota may be waiting for it
@@ -245,11 +241,11 @@ class Segments(Places):
 
     def close(self) -> None:
         """Close all segments, and remove own ones without chunks."""
-        for i, segment in self._known():
+        for segment in self._known():
             if segment.is_own and not segment.num_used:
                 with contextlib.suppress(OSError):
                     segment.unlink()
-            self._open[i] = None
+            self._open[segment.place] = None
             segment.close()
         self._files.close()
         self._places.clear()
@@ -263,13 +259,13 @@ class Segments(Places):
         except FileNotFoundError:
             return []
 
-    def _own_segment(self, slot_bytes: int) -> int:
-        """Return the number of the segment to store in: a dead process's, or a new one."""
-        if (number := self._own.get(slot_bytes)) is not None:
-            return number
-        for i, segment in self._known(0):
+    def _own_segment(self, slot_bytes: int) -> Segment:
+        """Return the segment to store in: a dead process's, or a new one."""
+        if (own := self._own.get(slot_bytes)) is not None:
+            return own
+        for segment in self._known(0):
             if segment.slot_bytes == slot_bytes and segment.lock():
-                self._read_changes(i, segment)
+                self._read_changes(segment)
                 if self._store.root.is_alone():
                     self._tidy(segment)
                 # Another process may be about to free the blocks of the rest.
@@ -279,21 +275,22 @@ class Segments(Places):
                     self.vfs.sync(os.path.dirname(segment.stem))
                 segment.free = segment.free_slots()[::-1]
                 segment.is_own = True
-                self._own[slot_bytes] = i
-                return i
+                self._own[slot_bytes] = segment
+                return segment
         stem = f"{self._store.folder(0)}/{SEGMENTS}/{secrets.token_hex(8)}"
         temporary = self._store.root.temporary(counted=False)
         made = make_segment(self._files, stem, temporary, slot_bytes, durable=self._durable)
-        self._own[slot_bytes] = number = self._add(made)
-        return number
+        self._add(made)
+        self._own[slot_bytes] = made
+        return made
 
-    def _update(self, number: int, segment: Segment) -> list[Found]:
+    def _update(self, segment: Segment) -> list[Found]:
         """Read a table, tell which chunks left, and return those that appeared."""
         prefix, places, slot_bytes = name_of(segment.number, b""), self._places, segment.slot_bytes
         found, vanished = list[Found](), list[Name]()
         with self.lock:
             for slot, before, now in segment.take_changes():
-                place = slot * MOST_SEGMENTS + number
+                place = slot * MOST_SEGMENTS + segment.place
                 if before != FREE:
                     name = prefix + (key_in(before) or b"")
                     if name[2:] != key_in(now) and places.get(name) == place:
@@ -312,31 +309,31 @@ class Segments(Places):
     def _is_newest(self, name: Name, entry: bytes) -> bool:
         """Return whether no known entry of a chunk is younger: an old one may lead to damage."""
         try:
-            segment, slot, _ = self.find(name)
+            segment, slot = self.find(name)
         except FileNotFoundError:
             return True
         return stored_in(segment.known(slot)) < stored_in(entry)
 
-    def _lose(self, number: int) -> None:
+    def _lose(self, segment: Segment) -> None:
         """Forget a segment whose files are gone."""
         with self.lock:
-            segment, self._open[number] = self._open[number], None
-            if segment is None:
+            if self._open[segment.place] is not segment:
                 return
+            self._open[segment.place] = None
             segment.close()
-            if self._own.get(segment.slot_bytes) == number:
+            if self._own.get(segment.slot_bytes) is segment:
                 del self._own[segment.slot_bytes]
             prefix, lost = name_of(segment.number, b""), []
             for slot, entry in segment.chunks():
                 name = prefix + entry.key
-                if self._places.get(name) == slot * MOST_SEGMENTS + number:
+                if self._places.get(name) == At(segment, slot).place:
                     del self._places[name]
                     lost.append(name)
         self._store.vanished(lost)
 
-    def _read_changes(self, number: int, segment: Segment) -> None:
+    def _read_changes(self, segment: Segment) -> None:
         if segment.has_changed():
-            self._store.appeared(self._update(number, segment))
+            self._store.appeared(self._update(segment))
 
     def _tidy(self, segment: Segment) -> None:
         """Free what a dead process was writing into a segment that this one has locked."""

@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import itertools
 import os
 import threading
 from collections.abc import Iterable, Iterator, Sequence
@@ -11,7 +12,7 @@ from kvoffload.backends.disk.index import Name, name_of
 from kvoffload.backends.disk.segment import FREE, WRITING, Segment
 
 Place = int
-"""Slot times ``MOST_SEGMENTS``, plus the number of the segment: less memory than a pair."""
+"""Slot times ``MOST_SEGMENTS``, plus the place of the segment: less memory than a pair."""
 MOST_SEGMENTS = 1 << 16
 
 
@@ -20,15 +21,19 @@ class At(NamedTuple):
 
     segment: Segment
     slot: int
-    place: Place
+
+    @property
+    def place(self) -> Place:
+        """The same as a number."""
+        return self.slot * MOST_SEGMENTS + self.segment.place
 
     def after(self, slots: int) -> "At":
         """Return the place so many slots further."""
-        return At(self.segment, self.slot + slots, self.place + slots * MOST_SEGMENTS)
+        return At(self.segment, self.slot + slots)
 
 
 class Places:
-    """Places by the names of their chunks, and segments by number. Thread-safe."""
+    """Places by the names of their chunks, and segments by theirs. Thread-safe."""
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
@@ -67,11 +72,10 @@ class Places:
 
     def at(self, place: Place) -> At:
         """Return a slot by its place; FileNotFoundError: its segment is gone."""
-        slot, number = divmod(place, MOST_SEGMENTS)
-        segment = self._open[number] if number < len(self._open) else None
-        if segment is None:
+        slot, at = divmod(place, MOST_SEGMENTS)
+        if (segment := self._open[at]) is None:
             raise FileNotFoundError(errno.ENOENT, "the segment is gone")
-        return At(segment, slot, place)
+        return At(segment, slot)
 
     def enter(self, names: Sequence[Name], at: At, entries: bytes) -> At | None:
         """Enter chunks into the table of slots that follow one another.
@@ -79,12 +83,12 @@ class Places:
         Returns where the first of them was before. Of several chunks, none is in a place yet.
         """
         with self.lock:
-            if self.at(at.place).segment is not at.segment:
+            if self._open[at.segment.place] is not at.segment:
                 raise gone(names[0])  # with its segment
             at.segment.set_entry(at.slot, entries)
             before = self._places.get(names[0])
-            places = range(at.place, at.place + len(names) * MOST_SEGMENTS, MOST_SEGMENTS)
-            self._places.update(zip(names, places, strict=True))
+            places = itertools.count(at.place, MOST_SEGMENTS)
+            self._places.update(zip(names, places, strict=False))
         with contextlib.suppress(FileNotFoundError):  # its segment is gone
             return None if before is None else self.at(before)
         return None
@@ -165,22 +169,17 @@ class Places:
         prefix = name_of(number, b"")
         return [name for name in list(self._places) if name.startswith(prefix)]
 
-    def _known(self, number: int | None = None) -> list[tuple[int, Segment]]:
+    def _known(self, number: int | None = None) -> list[Segment]:
         """Return the segments of a namespace, or all."""
-        return [
-            (i, segment)
-            for i, segment in enumerate(list(self._open))
-            if segment is not None and number in (None, segment.number)
-        ]
+        known = [segment for segment in list(self._open) if segment is not None]
+        return [each for each in known if number in (None, each.number)]
 
-    def _add(self, segment: Segment) -> int:
+    def _add(self, segment: Segment) -> None:
         with self.lock:
-            for i, other in enumerate(self._open):
-                if other is None:
-                    self._open[i] = segment
-                    return i
-            self._open.append(segment)
-            return len(self._open) - 1
+            if None not in self._open:
+                self._open.append(None)
+            segment.place = self._open.index(None)
+            self._open[segment.place] = segment
 
 
 def gone(name: Name) -> FileNotFoundError:

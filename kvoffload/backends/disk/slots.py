@@ -50,7 +50,7 @@ class SlotDraft(NamedTuple):
         before = segments.enter([name], self.at, pack_entry(name[2:], time.time_ns()))
         if before is None:
             return 0
-        segment, slot, _ = before
+        segment, slot = before
         try:
             with segments.claimed(before, name[2:]) as entry:
                 if entry is None:
@@ -66,7 +66,7 @@ class SlotDraft(NamedTuple):
         self.form.segments.hide(name, self.at)
 
     def drop(self) -> bool:
-        segment, slot, _ = self.at
+        segment, slot = self.at
         try:
             self.form.segments.free(segment, slot)
         except OSError:
@@ -143,7 +143,7 @@ class Slots:
 
         Returns for each a counter's reason, or None. All but the last one fill their slots.
         """
-        files, vfs, (segment, slot, _) = self._files, self.vfs, at
+        files, vfs, (segment, slot) = self._files, self.vfs, at
         slot_bytes = segment.slot_bytes
         if PAGE + targets[-1].nbytes > slot_bytes:
             return [counted_as("size")] * len(keys)
@@ -202,7 +202,7 @@ class Slots:
 
         The table names none of the slots. After a failure some of them may have their chunks.
         """
-        files, vfs, (segment, slot, _) = self._files, self.vfs, at
+        files, vfs, (segment, slot) = self._files, self.vfs, at
         offset = slot * segment.slot_bytes
         buffers, packed, wanted = list[memoryview](), list[memoryview](), 0
         try:
@@ -286,7 +286,7 @@ class Slots:
 
     def record_uses(self, uses: Mapping[Name, int]) -> None:
         def record(run: Sequence[Name]) -> None:
-            segment, slot, _ = self.segments.find(run[0])
+            segment, slot = self.segments.find(run[0])
             keys, times = [name[2:] for name in run], [uses[name] for name in run]
             with self.segments.lock:
                 if not segment.set_used(slot, keys, times):
@@ -313,11 +313,11 @@ class Slots:
         self.segments.find(name).segment.sync()
 
     def remove(self, name: Name) -> None:
-        with self.segments.taken(name) as (segment, slot, _):
+        with self.segments.taken(name) as (segment, slot):
             self.segments.free(segment, slot)
 
     def set_aside(self, name: Name, path: str) -> None:
-        segment, slot, _ = self.segments.find(name)
+        segment, slot = self.segments.find(name)
         content = memoryview(bytearray(segment.slot_bytes))
         offset = slot * segment.slot_bytes
         slots = segment.slots(direct=False)

@@ -177,7 +177,7 @@ def test_a_slot_that_a_killed_process_was_freeing_is_counted_until_it_is_free(
     for key in (one, two):
         put(pair[owner], key)
     killed.refresh(0)
-    segment, slot, _ = killed.find(name_of(0, one))
+    segment, slot = killed.find(name_of(0, one))
     assert segment.claim(slot, one)
     scan(evicting)
     assert evicting.root.quota.refresh() == chunk_bytes(tmp_path) == 2 * ON_DISK

@@ -136,7 +136,7 @@ async def test_while_others_run_what_a_dead_process_was_writing_is_freed_later(
     old, new = keys_of(3, "old"), keys_of(2, "new")
     assert await write(backend, old) == [True] * 3
     monkeypatch.setattr(evicting._store.segments, "clean_up", lambda: None)  # it may come later
-    segment, slot, _ = backend._store.segments.find(name_of(0, old[1]))
+    segment, slot = backend._store.segments.find(name_of(0, old[1]))
     assert segment.claim(slot, old[1])
     await backend.close()
     backend = open_segments(tmp_path)

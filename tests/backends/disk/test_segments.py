@@ -378,7 +378,7 @@ async def test_a_slot_that_a_process_died_freeing_is_used_again(tmp_path, monkey
 
     assert await write(other, [one]) == [True]
     evicting._store.segments.refresh(0)
-    segment, slot, _ = evicting._store.segments.find(name_of(0, one))
+    segment, slot = evicting._store.segments.find(name_of(0, one))
     vfs.on("punch:slots:before", die)
     with pytest.raises(KeyboardInterrupt):
         evicting._store.segments.free(segment, slot)
