@@ -10,7 +10,6 @@ import fcntl
 import os
 import struct
 import time
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from itertools import compress
 from typing import NamedTuple
@@ -86,11 +85,16 @@ class Segment:
     """One segment, of which nothing stays open but a lock. Callers serialize what they write."""
 
     def __init__(
-        self, files: Descriptors, stem: str, slot_bytes: int, number: int, own_fd: int | None = None
+        self,
+        files: Descriptors,
+        stem: str,
+        slot_bytes: int,
+        number: int,
+        locked: OpenFile | None = None,
     ) -> None:
         """Open nothing; ``stem``: path of both files without their endings.
 
-        ``own_fd``: of the table, if it is locked.
+        ``locked``: the table, if it is locked.
         """
         self.vfs = files.vfs
         self._files = files
@@ -119,11 +123,8 @@ class Segment:
         self.unwritten_bytes = 0
         """Bytes since the kernel was last told to write them."""
         self._mtime_ns = -1
-        self._locked = [] if own_fd is None else [own_fd]
-        """A descriptor that has the lock, and no other use: at most one."""
-        # Another thread may use the files as long as it has the segment.
-        self._unlock = weakref.finalize(self, _close, self.vfs, self._locked)
-        self._unlock.atexit = False
+        self._locked = locked
+        """The table as it is open for its lock alone; None: it is not locked."""
 
     # ---- the files -------------------------------------------------------------------------
 
@@ -139,23 +140,21 @@ class Segment:
 
     def lock(self) -> bool:
         """Lock the segment if it is there and no process has it locked; raises OSError."""
+        vfs, path, locked = self.vfs, self.stem + TABLE, self._locked
         try:
-            if not self._locked:  # as after an error
-                path = self.stem + TABLE
-                self._locked.append(open_locked(self.vfs, path, os.O_RDWR, fcntl.LOCK_EX))
+            if locked is None:  # else it was locked before an error
+                locked = OpenFile(vfs, open_locked(vfs, path, os.O_RDWR, fcntl.LOCK_EX))
         except (BlockingIOError, FileNotFoundError):
             return False
-        if is_at(self.vfs, self._locked[0], self.stem + TABLE):
-            return True
-        self.unlock()
-        return False
+        self._locked = locked if is_at(vfs, locked.fd, path) else None
+        return self._locked is not None
 
     def unlock(self) -> None:
-        _close(self.vfs, self._locked)
+        self._locked = None
 
     def close(self) -> None:
         """Close what no thread uses."""
-        self._unlock()  # for good: it holds the store, by the file system
+        self.unlock()
         self._files.drop(self.stem + SLOTS, self.stem + TABLE)
 
     def sync(self) -> None:
@@ -406,10 +405,10 @@ def make_segment(
     head = _HEAD.pack(_MAGIC, _VERSION, ENTRY_BYTES, slot_bytes)
     head += _SEAL.pack(xxhash.xxh3_64_intdigest(head))
     flags = os.O_RDWR | os.O_CREAT | os.O_EXCL
-    fd = open_locked(vfs, temporary, flags, fcntl.LOCK_EX)
-    made = Segment(files, stem, slot_bytes, 0, fd)
+    locked = OpenFile(vfs, open_locked(vfs, temporary, flags, fcntl.LOCK_EX))
+    made = Segment(files, stem, slot_bytes, 0, locked)
     try:
-        _write(vfs, fd, head, 0)
+        _write(vfs, locked.fd, head, 0)
         vfs.rename(temporary, stem + TABLE)
     except BaseException:
         vfs.unlink_quietly(temporary)
@@ -468,8 +467,3 @@ def _offset(slot: int) -> int:
 def _write(vfs: Vfs, fd: int, data: bytes | bytearray, offset: int) -> None:
     if vfs.pwritev(fd, [data], offset) != len(data):
         raise OSError(errno.EIO, "short write")
-
-
-def _close(vfs: Vfs, fds: list[int]) -> None:
-    while fds:
-        vfs.close_quietly(fds.pop())
