@@ -35,7 +35,7 @@ from kvoffload.backends.header import (
     header_body,
     sealed,
 )
-from kvoffload.backends.seals import fault_by_check, tenant_tag
+from kvoffload.backends.seals import Seal, tenant_tag
 
 _INFO = b"kvoffload chunk encryption v1 "
 _KEY_BYTES = 32
@@ -79,7 +79,7 @@ class NamespaceKey:
         return mac.finalize()
 
 
-class CipherSeal:
+class CipherSeal(Seal):
     """Encrypts what is stored with the first of some secrets, and decrypts what any of them wrote.
 
     Args:
@@ -125,11 +125,6 @@ class CipherSeal:
 
     def done(self, stored: memoryview) -> None:
         self._buffers.give_back(stored)
-
-    def fault(
-        self, header: memoryview, payload: memoryview, key: bytes, namespace: bytes
-    ) -> str | None:
-        return fault_by_check(self, header, payload, key, namespace)
 
     def begin_check(self, header: memoryview, found: Header) -> "_Decryption | None":
         if (own := self._key_of(found)) is None:

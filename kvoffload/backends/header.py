@@ -51,6 +51,8 @@ _FIELDS = struct.Struct(
 _FRONT = struct.Struct("<8sHHHHQ")
 """Those before the checksum."""
 _SEAL = struct.Struct("<Q")
+SEAL_BYTES = _SEAL.size
+"""At the end of each header, and of each record of the disk tier: a checksum of the rest."""
 _CHECKSUM_AT = 24
 
 
@@ -164,11 +166,11 @@ def header_body(
         MAGIC, VERSION, header_bytes, kind, len(key), payload_bytes, digest, namespace, key,
         nonce, key_id, tenant,
     )  # fmt: skip
-    return fields.ljust(header_bytes - _SEAL.size, b"\0")
+    return fields.ljust(header_bytes - SEAL_BYTES, b"\0")
 
 
 def sealed(body: bytes, digest: Buffer = b"") -> bytes:
-    """Return a whole header; ``digest`` takes the place of its checksum, if one is given."""
+    """Return a whole header or record; ``digest`` takes the place of a header's checksum."""
     if digest:
         body = b"".join((body[:_CHECKSUM_AT], digest, body[_CHECKSUM_AT + CHECKSUM_BYTES :]))
     return body + _SEAL.pack(xxhash.xxh3_64_intdigest(body))
@@ -176,7 +178,7 @@ def sealed(body: bytes, digest: Buffer = b"") -> bytes:
 
 def body_of(header: memoryview, found: Header) -> memoryview:
     """Return a valid header without its seal."""
-    return header[: found.header_bytes - _SEAL.size]
+    return header[: found.header_bytes - SEAL_BYTES]
 
 
 def associated_data(body: Buffer) -> bytes:
@@ -203,8 +205,8 @@ def parse_header(buffer: Buffer) -> Header | str:
         return "header"
     if len(view) < size:
         return "short"
-    body = view[: size - _SEAL.size]
-    if _SEAL.unpack_from(view, size - _SEAL.size)[0] != xxhash.xxh3_64_intdigest(body):
+    body = view[: size - SEAL_BYTES]
+    if _SEAL.unpack_from(view, size - SEAL_BYTES)[0] != xxhash.xxh3_64_intdigest(body):
         return "header"
     # Every version has these lengths and this seal: damage does not pass for another version.
     if version != VERSION or kind not in (XXH3_128, AES_256_GCM):
@@ -231,7 +233,7 @@ def check_sum(header: Buffer, size: int, digest: bytes, key: bytes, namespace: b
     wanted = b"".join((front, digest, namespace, key))
     if view[: len(wanted)] == wanted and len(view) in (COMPACT_BYTES, ALIGNED_BYTES):
         seal = xxhash.xxh3_64_intdigest(view[: -_SEAL.size])
-        if _SEAL.unpack_from(view, len(view) - _SEAL.size)[0] == seal:
+        if _SEAL.unpack_from(view, len(view) - SEAL_BYTES)[0] == seal:
             return None
     found = parse_header(view)
     reason = mismatch(found, key, namespace, size)

@@ -54,17 +54,25 @@ class Seal(Protocol):
         ...
 
     def done(self, stored: memoryview) -> None:
-        """Take back what :meth:`pack` returned."""
-        ...
+        """Take back what :meth:`pack` returned; by default, it is the caller's own chunk."""
+        return
 
     def fault(
         self, header: memoryview, payload: memoryview, key: bytes, namespace: bytes
     ) -> str | None:
         """Return why header and payload are not the chunk wanted; None: ``payload`` is the chunk.
 
-        After a fault the content of ``payload`` is undefined.
+        Of a chunk that another kind of seal guards, or other keys do, only header and length are
+        checked. After a fault the content of ``payload`` is undefined.
         """
-        ...
+        found = parse_header(header)
+        reason = mismatch(found, key, namespace, payload.nbytes)
+        if reason is not None or not isinstance(found, Header):
+            return reason
+        if (running := self.begin_check(header, found)) is None:
+            return OTHER_KEY
+        running.update(payload)
+        return None if running.is_whole() else "payload"
 
     def begin_check(self, header: memoryview, found: Header) -> RunningCheck | None:
         """Return the check of the payload behind a header; None: another seal guards it."""
@@ -75,7 +83,7 @@ class Seal(Protocol):
         ...
 
 
-class ChecksumSeal:
+class ChecksumSeal(Seal):
     """Stores chunks as they are, under a checksum that finds accidents."""
 
     def pack(
@@ -89,9 +97,6 @@ class ChecksumSeal:
     ) -> tuple[bytes, memoryview]:
         tag = tenant_tag(tenant, namespace)
         return pack_header(key, namespace, chunk, header_bytes=header_bytes, tenant=tag), chunk
-
-    def done(self, stored: memoryview) -> None:
-        """Do nothing: the chunk is the caller's."""
 
     def fault(
         self, header: memoryview, payload: memoryview, key: bytes, namespace: bytes
@@ -126,28 +131,6 @@ def tenant_tag(tenant: bytes, key: bytes) -> bytes:
     return hashlib.blake2b(
         tenant, key=key, digest_size=TENANT_BYTES, person=b"kvoffload tenant"
     ).digest()
-
-
-def fault_by_check(
-    seal: Seal | None,
-    header: memoryview,
-    payload: memoryview,
-    key: bytes,
-    namespace: bytes,
-) -> str | None:
-    """Return why header and payload are not the chunk wanted, as loads with a seal would find.
-
-    Of a chunk that another kind of seal guards, or other keys do, only header and length are
-    checked.
-    """
-    found = parse_header(header)
-    reason = mismatch(found, key, namespace, payload.nbytes)
-    if reason is not None or not isinstance(found, Header):
-        return reason
-    if (running := (seal or ChecksumSeal()).begin_check(header, found)) is None:
-        return OTHER_KEY
-    running.update(payload)
-    return None if running.is_whole() else "payload"
 
 
 class _RunningChecksum:

@@ -14,14 +14,12 @@ import struct
 import threading
 from collections.abc import Callable
 
-import xxhash
-
 from kvoffload.backends.disk.locks import is_at, lock_patiently
 from kvoffload.backends.disk.vfs import Vfs
+from kvoffload.backends.header import SEAL_BYTES, sealed
 
-# magic, version, resident bytes, changes; then a checksum, because a write may be torn
+# magic, version, resident bytes, changes; then a seal, because a write may be torn
 _RECORD = struct.Struct("<8sQqQ")
-_SEAL = struct.Struct("<Q")
 _MAGIC = b"KVOLEDGR"
 _VERSION = 1
 _MOST = 1 << 62
@@ -161,8 +159,7 @@ class Quota:
 
     def _write(self, resident: int, steps: int) -> bool:
         changes = (self.changes + steps) % _MOST  # a larger number could not be read again
-        record = _RECORD.pack(_MAGIC, _VERSION, resident, changes)
-        data = record + _SEAL.pack(xxhash.xxh3_64_intdigest(record))
+        data = sealed(_RECORD.pack(_MAGIC, _VERSION, resident, changes))
         if self._vfs.pwritev(self._fd, [data], 0) != len(data):
             return False
         self._recorded_bytes, self._owed, self.changes = resident, 0, changes
@@ -171,13 +168,11 @@ class Quota:
 
 def _read(vfs: Vfs, fd: int) -> tuple[int, int] | None:
     """Return resident bytes and changes; None if the record is damaged."""
-    data = bytearray(_RECORD.size + _SEAL.size)
-    if vfs.preadv(fd, [data], 0) != len(data):
+    data = bytearray(_RECORD.size + SEAL_BYTES)
+    if vfs.preadv(fd, [data], 0) != len(data) or data != sealed(bytes(data[: _RECORD.size])):
         return None
     magic, version, resident, changes = _RECORD.unpack_from(data)
-    (seal,) = _SEAL.unpack_from(data, _RECORD.size)
-    expected = xxhash.xxh3_64_intdigest(data[: _RECORD.size])
-    if (magic, version, seal) != (_MAGIC, _VERSION, expected):
+    if (magic, version) != (_MAGIC, _VERSION):
         return None
     if not (0 <= resident < _MOST and changes < _MOST):
         return None  # its successor would not fit the record

@@ -14,19 +14,16 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import compress
 from typing import NamedTuple
 
-import xxhash
-
 from kvoffload.backends.disk.descriptors import Descriptors, OpenFile
 from kvoffload.backends.disk.locks import is_at, open_locked
 from kvoffload.backends.disk.paths import SEGMENTS, SLOTS, TABLE, stems_of
 from kvoffload.backends.disk.vfs import Vfs
 from kvoffload.backends.disk.walker import names_in
-from kvoffload.backends.header import ALIGNED_BYTES, OTHER_VERSION
+from kvoffload.backends.header import ALIGNED_BYTES, OTHER_VERSION, SEAL_BYTES, sealed
 
 ENTRY_BYTES = 64
-# magic, version, bytes of an entry, bytes of a slot; then a checksum
+# magic, version, bytes of an entry, bytes of a slot; then a seal
 _HEAD = struct.Struct("<8sHHQ36x")
-_SEAL = struct.Struct("<Q")
 _MAGIC, _VERSION = b"KVOSLOTS", 1
 # last use and store in ns since the epoch, bytes of the key, key
 _ENTRY = struct.Struct("<QQB47s")
@@ -368,7 +365,7 @@ def open_segment(files: Descriptors, stem: str, number: int = 0) -> Segment:
             table is a folder, a link or a device.
     """
     try:
-        head = bytearray(_HEAD.size + _SEAL.size)
+        head = bytearray(_HEAD.size + SEAL_BYTES)
         table = files.get(stem + TABLE, os.O_RDWR, to_read=True)
         files.vfs.preadv(table.fd, [head], 0)
         return Segment(files, stem, _slot_bytes_in(head), number)
@@ -384,8 +381,7 @@ def open_segment(files: Descriptors, stem: str, number: int = 0) -> Segment:
 def _slot_bytes_in(head: bytearray) -> int:
     """Return the bytes of a slot by the head of a table; ValueError: it is damaged."""
     magic, version, entry_bytes, slot_bytes = _HEAD.unpack_from(head)
-    seal = xxhash.xxh3_64_intdigest(head[: _HEAD.size])
-    if magic != _MAGIC or _SEAL.unpack_from(head, _HEAD.size)[0] != seal:
+    if magic != _MAGIC or head != sealed(bytes(head[: _HEAD.size])):
         raise ValueError("header")
     is_whole = slot_bytes % ALIGNED_BYTES == 0 and slot_bytes >= ALIGNED_BYTES
     if (version, entry_bytes) != (_VERSION, ENTRY_BYTES) or not is_whole:
@@ -402,8 +398,7 @@ def make_segment(
     """
     vfs, folder = files.vfs, os.path.dirname(stem)
     vfs.make_folder(folder, durable=durable)
-    head = _HEAD.pack(_MAGIC, _VERSION, ENTRY_BYTES, slot_bytes)
-    head += _SEAL.pack(xxhash.xxh3_64_intdigest(head))
+    head = sealed(_HEAD.pack(_MAGIC, _VERSION, ENTRY_BYTES, slot_bytes))
     flags = os.O_RDWR | os.O_CREAT | os.O_EXCL
     locked = OpenFile(vfs, open_locked(vfs, temporary, flags, fcntl.LOCK_EX))
     made = Segment(files, stem, slot_bytes, 0, locked)

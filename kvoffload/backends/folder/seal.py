@@ -7,26 +7,18 @@ namespaces of their own: those without it see none of their chunks, and no damag
 
 import hmac
 import logging
-import struct
 from typing import Any
 
-import xxhash
-
-from kvoffload.backends.header import (
-    COMPACT_BYTES,
-    XXH3_128,
-    Header,
-)
-from kvoffload.backends.seals import ChecksumSeal, fault_by_check
+from kvoffload.backends.header import COMPACT_BYTES, SEAL_BYTES, XXH3_128, Header, sealed
+from kvoffload.backends.seals import ChecksumSeal, Seal
 from kvoffload.backends.secret_files import derived, exposure, read_key
 
 log = logging.getLogger(__name__)
 
 _MAC_BYTES = 32
-_SEAL = struct.Struct("<Q")
 
 
-class SecretSeal:
+class SecretSeal(Seal):
     """A seal of chunks that are stored as they are, with an authentication code in the header.
 
     Args:
@@ -51,25 +43,21 @@ class SecretSeal:
         header, _ = self._plain.pack(
             key, namespace, chunk, header_bytes=header_bytes, tenant=tenant
         )
-        told = header[: -_MAC_BYTES - _SEAL.size]
+        told = header[: -_MAC_BYTES - SEAL_BYTES]
         code = _Code(self._secret, told, b"")
         code.update(chunk)
-        body = told + code.digest()
-        return body + _SEAL.pack(xxhash.xxh3_64_intdigest(body)), chunk
-
-    def done(self, stored: memoryview) -> None:
-        """Do nothing: the chunk is the caller's."""
+        return sealed(told + code.digest()), chunk
 
     def fault(
         self, header: memoryview, payload: memoryview, key: bytes, namespace: bytes
     ) -> str | None:
-        reason = fault_by_check(self, header, payload, key, namespace)
+        reason = super().fault(header, payload, key, namespace)
         return "mac" if reason == "payload" else reason
 
     def begin_check(self, header: memoryview, found: Header) -> "_Code | None":
         if found.kind != XXH3_128:
             return None
-        end = found.header_bytes - _SEAL.size
+        end = found.header_bytes - SEAL_BYTES
         return _Code(
             self._secret, header[: end - _MAC_BYTES], bytes(header[end - _MAC_BYTES : end])
         )

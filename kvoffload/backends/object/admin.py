@@ -43,7 +43,7 @@ from kvoffload.backends.object.naming import (
     read_facts,
 )
 from kvoffload.backends.object.options import ObjectOptions
-from kvoffload.backends.seals import Seal, fault_by_check, is_of
+from kvoffload.backends.seals import ChecksumSeal, Seal, is_of
 from kvoffload.backends.verification import Verification
 
 PATIENCE_S = 30.0
@@ -267,7 +267,7 @@ def _fault(content: memoryview, name: ChunkName, cipher: Seal | None) -> str:
     namespace = found.namespace if isinstance(found, Header) else b""
     if namespace and not namespace.hex().startswith(name.tag):
         return counted_as("namespace")
-    reason = fault_by_check(cipher, header, payload, name.key, namespace)
+    reason = (cipher or ChecksumSeal()).fault(header, payload, name.key, namespace)
     return "" if reason is None else counted_as(reason)
 
 

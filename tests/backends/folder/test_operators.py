@@ -19,6 +19,7 @@ from kvoffload.backends.encryption import CipherSeal
 from kvoffload.backends.folder import doctor
 from kvoffload.backends.folder.admin import FolderAdmin
 from kvoffload.backends.folder.places import HOSTS, LEASE
+from kvoffload.backends.header import sealed
 from kvoffload.errors import ConfigError
 from kvoffload.registry import open_admin
 from kvoffload.testing.backends import filled, keys_of
@@ -117,9 +118,7 @@ async def test_verify_with_the_secret_checks_codes_and_without_it_checksums(tmp_
     content = bytearray(path.read_bytes())
     content[4096 - 40] ^= 1  # of the code
     body = bytes(content[: 4096 - 8])
-    from kvoffload.backends.folder.seal import _SEAL, xxhash
-
-    path.write_bytes(body + _SEAL.pack(xxhash.xxh3_64_intdigest(body)) + content[4096:])
+    path.write_bytes(sealed(body) + content[4096:])
     assert (await admin(tmp_path / "kv").verify(Check())).is_sound
     found = await admin(tmp_path / "kv", secret_file=str(secret)).verify(Check())
     assert found.figures["reasons"] == {"corrupt_mac": 1}
