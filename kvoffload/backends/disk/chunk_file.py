@@ -111,7 +111,12 @@ class ChunkFiles:
         try:
             header, beyond = self.pages(2)
             wanted = PAGE + target.nbytes
-            moved = self._read_cached(fd, [header, target, beyond], wanted) if self.room else 0
+            moved = 0
+            if self.room:
+                moved = self.read_cached(fd, [header, target, beyond], wanted, 0)
+                if moved < wanted and is_aligned(target):
+                    with contextlib.suppress(OSError):
+                        vfs.bypass_cache(fd)
             if moved < wanted:
                 moved = vfs.preadv(fd, [header, target, beyond], 0)
             if 0 < moved < wanted:
@@ -179,21 +184,18 @@ class ChunkFiles:
         finally:
             self.vfs.close_quietly(fd)
 
-    def _read_cached(self, fd: int, buffers: list[memoryview], wanted: int) -> int:
-        """Read a file if the page cache has all of it; return the bytes read.
+    def read_cached(self, fd: int, buffers: list[memoryview], wanted: int, offset: int) -> int:
+        """Read a part of a file if the page cache has all of it; return the bytes read.
 
-        Else its further reads are direct. The question for its head comes first, because a read of
-        a file that is not cached begins to read ahead.
+        The question for its head comes first, because a read of a file that is not cached begins to
+        read ahead.
         """
         with contextlib.suppress(OSError):  # the read that follows tells of an error that lasts
-            if self.vfs.is_cached(fd, wanted) and (
-                (moved := self.vfs.read_cached(fd, buffers, 0)) >= wanted
+            if self.vfs.is_cached(fd, wanted, offset) and (
+                (moved := self.vfs.read_cached(fd, buffers, offset)) >= wanted
             ):
                 return moved
         self.expect_wait()
-        if is_aligned(buffers[1]):
-            with contextlib.suppress(OSError):
-                self.vfs.bypass_cache(fd)
         return 0
 
     def fills_cache(self) -> bool:

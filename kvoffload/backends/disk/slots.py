@@ -151,7 +151,10 @@ class Slots:
         buffers = [buffer for pair in zip(headers, targets, strict=True) for buffer in pair]
         wanted = sum([buffer.nbytes for buffer in buffers])
         try:
-            moved = self._read_cached(segment, buffers, wanted, offset) if files.room else 0
+            moved = 0
+            if files.room:
+                slots = segment.slots(direct=False, to_read=True)
+                moved = files.read_cached(slots.fd, buffers, wanted, offset)
             if moved < wanted:
                 direct = files.direct and all(map(is_aligned, targets))
                 slots = segment.slots(direct=direct, to_read=True)
@@ -173,19 +176,6 @@ class Slots:
                 reasons.append(None if reason is None else counted_as(reason))
             moved -= slot_bytes
         return reasons
-
-    def _read_cached(
-        self, segment: Segment, buffers: list[memoryview], wanted: int, offset: int
-    ) -> int:
-        """Read chunks if the page cache has all of them; return the bytes read."""
-        with contextlib.suppress(OSError):  # the read that follows tells of an error that lasts
-            slots = segment.slots(direct=False, to_read=True)
-            if self.vfs.is_cached(slots.fd, wanted, offset) and (
-                (moved := self.vfs.read_cached(slots.fd, buffers, offset)) >= wanted
-            ):
-                return moved
-        self._files.expect_wait()
-        return 0
 
     def drafts(self, chunk_bytes: int, count: int) -> list[SlotDraft]:
         taken = self.segments.take_slots(bytes_on_disk(chunk_bytes), count)
