@@ -45,14 +45,16 @@ class SlotDraft(NamedTuple):
         reason = self.form.write(self.at, [key], [chunk], [tenant])
         return reason, self.at.segment.slot_bytes
 
-    def publish(self, name: Name) -> int:
-        segments = self.form.segments
-        before = segments.enter([name], self.at, pack_entry(name[2:], time.time_ns()))
+    def publish(self, *names: Name) -> int:
+        """Let readers see chunks in this slot and the next ones: one chunk, or all are new."""
+        segments, now_ns = self.form.segments, time.time_ns()
+        entries = b"".join(pack_entry(name[2:], now_ns) for name in names)
+        before = segments.enter(names, self.at, entries)
         if before is None:
             return 0
         segment, slot = before
         try:
-            with segments.claimed(before, name[2:]) as entry:
+            with segments.claimed(before, names[0][2:]) as entry:
                 if entry is None:
                     return 0
                 segments.free(segment, slot)
@@ -230,12 +232,6 @@ class Slots:
             with contextlib.suppress(OSError):
                 slots = segment.slots(direct=False)
                 self.vfs.start_writeback(slots.fd)
-
-    def publish_run(self, drafts: Sequence[SlotDraft], names: Sequence[Name]) -> None:
-        """Let readers see chunks, which are in no slot yet; raises OSError."""
-        now_ns = time.time_ns()
-        entries = b"".join(pack_entry(name[2:], now_ns) for name in names)
-        self.segments.enter(names, drafts[0].at, entries)
 
     def take_over_all(self, names: Sequence[Name], chunk_bytes: int) -> dict[Name, SlotDraft]:
         taken, slot_bytes = dict[Name, SlotDraft](), bytes_on_disk(chunk_bytes)

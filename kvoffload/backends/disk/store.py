@@ -248,8 +248,8 @@ class DiskStore(Counts):
                 reason, allocated = draft.write(key, chunk, tenant)
             if reason is None:
                 # Some file systems (ZFS) allocate later, and report 512 bytes until then.
-                reason = self._publish(name, draft, reserved, max(reserved, allocated))
-        except OSError as error:  # no place
+                self._publish([name], [draft], reserved, max(reserved, allocated))
+        except OSError as error:
             reason = reason_of(error)
         except BaseException:
             self.space.cancel(reserved, draft)
@@ -261,8 +261,6 @@ class DiskStore(Counts):
                 # Its folder was removed, and exists again.
                 return self.store(key, chunk, None, tenant)
             return False
-        if draft is not None and draft.overwrites:
-            self.count("overwritten")
         return self._make_durable(name, is_new=True)
 
     def store_runs(self, chunks: Sequence[memoryview]) -> list[range]:
@@ -308,6 +306,7 @@ class DiskStore(Counts):
         if size % PAGE or not are_new or any(self._form_for(k, size) is not slots for k in keys):
             return []
         repairs, rooms = self.root.repairs, reservation.take(size, len(keys))
+        reserved = bytes_on_disk(size)
         if not rooms:
             return [False]  # it is counted
         answers, num_begun = list[Written](), 0
@@ -318,11 +317,12 @@ class DiskStore(Counts):
             for run in runs_of(drafts):
                 part = slice(run.start, run.stop)
                 at = drafts[run.start].at
-                reason = slots.write(at, keys[part], chunks[part], tenants[part])
-                num_begun = run.stop
-                if reason is None and self._publish_run(names[part], drafts[part]):
-                    answers += [True] * len(run)
-                    continue
+                if slots.write(at, keys[part], chunks[part], tenants[part]) is None:
+                    with contextlib.suppress(OSError):
+                        self._publish(names[part], drafts[part], reserved, reserved)
+                        answers += [True] * len(run)
+                        num_begun = run.stop
+                        continue
                 for i in run:
                     num_begun, key = i + 1, keys[i]
                     answers.append(self._store_in(rooms[i], key, chunks[i], tenants[i], repairs))
@@ -343,71 +343,47 @@ class DiskStore(Counts):
                 return []
         return sorted(drafts, key=lambda draft: draft.at.place)
 
-    def _publish_run(self, names: Sequence[Name], drafts: Sequence[SlotDraft]) -> bool:
-        """Let readers see complete chunks that are new; False: nothing is done.
-
-        If anything else raises, as without memory, some of the chunks may be stored, and the
-        places of the rest are given back.
-        """
-        allocated = drafts[0].at.segment.slot_bytes
-        with self._publishing:
-            if not self._are_new(names):
-                return False
-            try:
-                try:
-                    self.slots.publish_run(drafts, names)
-                except OSError:
-                    return False
-                now_ns = expiry.now_ns()
-                self.uses.seen((name, now_ns) for name in names)
-                self.index.add(names, allocated)
-            except BaseException:
-                for name, draft in zip(names, drafts, strict=True):
-                    if self.index.size(name) is not None:
-                        self.space.commit(allocated, allocated, 0)
-                    else:  # outside the order it could never be evicted
-                        with contextlib.suppress(OSError):  # the slot is freed all the same
-                            draft.retract(name)
-                        self.space.cancel(allocated, draft)
-                raise
-        self.space.commit(len(names) * allocated, len(names) * allocated, 0)
-        if overwritten := sum(draft.overwrites for draft in drafts):
-            self.count("overwritten", overwritten)
-        return True
-
     def _are_new(self, names: Sequence[Name]) -> bool:
         size, segments = self.index.size, self.segments
         return not any(size(name) is not None or name in segments for name in names)
 
-    def _publish(self, name: Name, draft: Draft, reserved: int, allocated: int) -> str | None:
-        """Let readers see a complete chunk; return why that failed, or None.
+    def _publish(
+        self, names: Sequence[Name], drafts: Sequence[Draft], reserved: int, allocated: int
+    ) -> None:
+        """Let readers see complete chunks: one, or new ones in slots that follow one another.
 
-        If anything else raises, as without memory, the chunk is a draft again.
+        If it raises, as without memory, the chunks are drafts again.
+
+        Raises:
+            OSError: it cannot be done, or one of several chunks is no new one.
         """
         with self._publishing:
+            if len(names) > 1 and not self._are_new(names):
+                raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST))
+            size, form = self.index.size(names[0]), self._form_of(names[0])
+            replaced = drafts[0].publish(*names)
+            if form is not drafts[0].form and size is not None:
+                with contextlib.suppress(FileNotFoundError):
+                    there = form.allocated_bytes(names[0])
+                    form.remove(names[0])
+                    replaced += there
+            elif replaced:
+                replaced = size or replaced
             try:
-                size, form = self.index.size(name), self._form_of(name)
-                replaced = draft.publish(name)
-                if form is not draft.form and size is not None:
-                    with contextlib.suppress(FileNotFoundError):
-                        there = form.allocated_bytes(name)
-                        form.remove(name)
-                        replaced += there
-                elif replaced:
-                    replaced = size or replaced
-            except OSError as error:
-                return reason_of(error)
-            self.uses.seen([(name, expiry.now_ns())])
-            try:
-                self.index.add((name,), allocated)
+                now_ns = expiry.now_ns()
+                self.uses.seen((name, now_ns) for name in names)
+                self.index.add(names, allocated)
             except BaseException:
-                # Outside the order it could never be evicted: take it back.
-                draft.retract(name)
-                self.index.drop(name)
+                # Outside the order they could never be evicted: take them back.
+                for name, draft in zip(names, drafts, strict=True):
+                    with contextlib.suppress(OSError):  # its place is freed all the same
+                        draft.retract(name)
+                    self.index.drop(name)
                 self.root.quota.release(replaced)
                 raise
-        self.space.commit(reserved, allocated, replaced)
-        return None
+        self.space.commit(len(names) * reserved, len(names) * allocated, replaced)
+        if overwritten := sum(draft.overwrites for draft in drafts):
+            self.count("overwritten", overwritten)
 
     def _make_durable(self, name: Name, *, is_new: bool) -> bool:
         """Sync a chunk: also an old one, whose writer may not have synced it.
