@@ -7,7 +7,7 @@ let operators inspect and verify the store. The test class in ``tests`` checks a
 import asyncio
 import contextlib
 import uuid
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from pathlib import Path
 from urllib.parse import quote, unquote
 
@@ -17,7 +17,7 @@ import msgspec
 
 from kvoffload.backends.admin import Check, Holding, Survey, Verified
 from kvoffload.backends.asynchronous import AsyncBackend
-from kvoffload.backends.base import Removal, Usage
+from kvoffload.backends.base import Usage
 from kvoffload.backends.header import (
     COMPACT_BYTES,
     check_chunk,
@@ -65,7 +65,6 @@ class FilesBackend(AsyncBackend):
         self._bytes = sum(self._sizes.values())
         self._naming = asyncio.Lock()
         """Held while a file gets its name or loses it."""
-        self._removals: deque[Removal] = deque(maxlen=1 << 16)
 
     # ---- one chunk: its bytes alone, as the base class makes and checks the header ----------
 
@@ -116,7 +115,7 @@ class FilesBackend(AsyncBackend):
                 oldest = next(iter(self._sizes))
                 await self._remove(oldest)
                 self.count("evicted")
-                self._removals.append(Removal(bytes.fromhex(oldest), "evicted"))
+                self.note_removal(bytes.fromhex(oldest), "evicted")
 
     async def _remove(self, name: str) -> None:
         with contextlib.suppress(FileNotFoundError):
@@ -127,9 +126,6 @@ class FilesBackend(AsyncBackend):
 
     def usage(self) -> Usage:
         return Usage(self._bytes, self._capacity_bytes, len(self._sizes))
-
-    def take_removals(self) -> list[Removal]:
-        return [self._removals.popleft() for _ in range(len(self._removals))]
 
     async def survey(self) -> Survey:
         found: dict[str, list[int]] = {}

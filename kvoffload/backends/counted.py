@@ -2,22 +2,25 @@
 
 import logging
 import threading
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Mapping
 from typing import Literal
 
-from kvoffload.backends.base import Observable, Usage
+from kvoffload.backends.base import Observable, Removal, Usage
 from kvoffload.backends.log_rate import Throttle
 
 log = logging.getLogger(__name__)
 
 Kind = Literal["read", "write"]
+_MAX_REMOVALS = 1 << 16
+"""Removals kept for a listener that may never ask; older ones are lost to it."""
 
 
 class Counts:
-    """Counts by reason. Thread-safe."""
+    """Counts by reason, and the chunks that left. Thread-safe."""
 
     def __init__(self) -> None:
+        self.__removals: deque[Removal] = deque(maxlen=_MAX_REMOVALS)
         self.__counts: Counter[str] = Counter()
         self.__lock = threading.Lock()
 
@@ -30,6 +33,14 @@ class Counts:
         """Return the counts by reason, those of the base classes included."""
         with self.__lock:
             return dict(self.__counts)
+
+    def note_removal(self, key: bytes, reason: str) -> None:
+        """Report that a chunk left by the store's own decision; thread-safe."""
+        self.__removals.append(Removal(key, reason))
+
+    def take_removals(self) -> list[Removal]:
+        """Return the removals since the last call."""
+        return [self.__removals.popleft() for _ in range(len(self.__removals))]
 
 
 class CountedBackend(Counts, Observable):

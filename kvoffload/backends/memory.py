@@ -1,18 +1,15 @@
 """A backend in this process's memory: the shortest complete one. Read it before writing yours."""
 
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Sequence
 
 import msgspec
 
-from kvoffload.backends.base import ReadResult, Removal, Usage, WriteResult, Written
+from kvoffload.backends.base import ReadResult, Usage, WriteResult, Written
 from kvoffload.backends.changes import ChangedKeys
 from kvoffload.backends.threaded import InlineBackend
 from kvoffload.config import ByteSize
 from kvoffload.errors import ConfigError
-
-_MAX_REMOVALS = 1 << 16
-"""Removals kept for a listener that may never ask; older ones are lost to it."""
 
 
 class MemoryOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -40,7 +37,6 @@ class MemoryBackend(InlineBackend):
         self._capacity = int(options.capacity)
         self._chunks: OrderedDict[bytes, bytes] = OrderedDict()  # the least recently used first
         self._resident_bytes = 0
-        self._removals: deque[Removal] = deque(maxlen=_MAX_REMOVALS)
         self._changes = ChangedKeys()
         self._is_complete = False
 
@@ -71,7 +67,7 @@ class MemoryBackend(InlineBackend):
         while self._resident_bytes + chunk.nbytes > self._capacity:
             victim = next(iter(self._chunks))
             self._drop(victim)
-            self._removals.append(Removal(victim, "evicted"))
+            self.note_removal(victim, "evicted")
             self.count("evicted")
         self._chunks[key] = bytes(chunk)
         self._resident_bytes += chunk.nbytes
@@ -109,9 +105,6 @@ class MemoryBackend(InlineBackend):
     async def purge(self, namespaces: Sequence[str]) -> int:
         """Remove nothing: another store's chunks went with it."""
         return 0
-
-    def take_removals(self) -> list[Removal]:
-        return [self._removals.popleft() for _ in range(len(self._removals))]
 
     def usage(self) -> Usage:
         return Usage(self._resident_bytes, self._capacity, len(self._chunks))

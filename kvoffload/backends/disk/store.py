@@ -10,11 +10,10 @@ import errno
 import logging
 import os
 import threading
-from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
-from kvoffload.backends.base import ReadResult, Removal, WriteResult, Written
+from kvoffload.backends.base import ReadResult, WriteResult, Written
 from kvoffload.backends.counted import Counts
 from kvoffload.backends.disk import expiry
 from kvoffload.backends.disk.cache_room import CacheRoom
@@ -45,7 +44,6 @@ from kvoffload.registry import load_policy
 
 log = logging.getLogger(__name__)
 
-_MAX_REMOVALS = 1 << 16
 _LARGE_BYTES, _LARGE_WRITES = 1 << 20, 2
 """By default so many chunks above this length are written at once: more delay loads."""
 _MAX_NAMESPACES = 1 << 16
@@ -68,7 +66,6 @@ class DiskStore(Counts):
         self._publishing = threading.Lock()
         self._large_writes = threading.BoundedSemaphore(options.write_threads or _LARGE_WRITES)
         self._damaged, self._undeletable, self._unreadable = (Throttle(log) for _ in range(3))
-        self._removals: deque[Removal] = deque(maxlen=_MAX_REMOVALS)
         self._durable = options.durability == "fsync"
         make_policy = load_policy(options.policy)
         try:
@@ -150,12 +147,6 @@ class DiskStore(Counts):
         """Note that other processes removed chunks."""
         for name in names:
             self.note_removed(name, "vanished")
-
-    # ---- figures ---------------------------------------------------------------------------
-
-    def take_removals(self) -> list[Removal]:
-        """Return what left this process's namespace since the last call."""
-        return [self._removals.popleft() for _ in range(len(self._removals))]
 
     # ---- one chunk: load and store ---------------------------------------------------------
 
@@ -503,7 +494,7 @@ class DiskStore(Counts):
         self.count(reason)
         number, key = split_name(name)
         if known and number == 0 and reason != "removed":  # callers know of removals they asked for
-            self._removals.append(Removal(key, reason))
+            self.note_removal(key, reason)
 
     def drop_if_gone(self, name: Name) -> bool:
         """Drop a chunk that another process removed; return whether it did.

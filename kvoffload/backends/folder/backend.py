@@ -13,7 +13,6 @@ import asyncio
 import logging
 import os
 import secrets
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
@@ -22,7 +21,6 @@ from kvoffload.backends.asynchronous import AsyncChunkBackend
 from kvoffload.backends.base import (
     Described,
     ReadResult,
-    Removal,
     Usage,
     WriteResult,
     Written,
@@ -61,8 +59,6 @@ _KEYS_A_CALL = 32
 _LOOKUP_THREADS = 4
 """So many, or one for each of those that move chunks: a lookup waits for no chunk."""
 _FULL = "full"
-_MAX_REMOVALS = 1 << 16
-"""Removals kept for a listener that may never ask; older ones are lost to it."""
 
 
 class FolderBackend(AsyncChunkBackend):
@@ -106,7 +102,6 @@ class FolderBackend(AsyncChunkBackend):
         self._lookups = Mount(
             "kvoffload-folder-lookup", min(threads, _LOOKUP_THREADS), options.timeout_s
         )
-        self._removals: deque[Removal] = deque(maxlen=_MAX_REMOVALS)
         self._opened: dict[bytes, os.stat_result] = {}
         """The facts of the files that loads in flight have opened, where a load asks for them."""
         self._facts: dict[str, str] = {}
@@ -302,9 +297,6 @@ class FolderBackend(AsyncChunkBackend):
         }
         return Usage(keeper.room.used_bytes, self._capacity_bytes, len(self._known), gauges)
 
-    def take_removals(self) -> list[Removal]:
-        return [self._removals.popleft() for _ in range(len(self._removals))]
-
     @property
     def place(self) -> str:
         return self._place
@@ -380,7 +372,7 @@ class FolderBackend(AsyncChunkBackend):
 
     def _note_missing(self, key: bytes) -> None:
         if self._known.forget(key):
-            self._removals.append(Removal(key, "vanished"))
+            self.note_removal(key, "vanished")
             self.count("vanished")
 
     def _note_evicted(self, folder: str, key: bytes) -> None:
@@ -388,14 +380,14 @@ class FolderBackend(AsyncChunkBackend):
         self.count("evicted")
         if folder == self._folder_name:
             self._known.forget(key)
-            self._removals.append(Removal(key, "evicted"))
+            self.note_removal(key, "evicted")
 
     async def _remove_damaged(self, key: bytes, facts: os.stat_result | None) -> None:
         """Remove the file that was found damaged; a link or folder is left to the next store."""
         self._known.forget(key)
         remove = self._files.remove_damaged
         if facts is not None and await self._asked("write", lambda turn: remove(key, facts), False):
-            self._removals.append(Removal(key, "corrupt"))
+            self.note_removal(key, "corrupt")
 
     def _write_manifest(self, facts: Mapping[str, str]) -> bool:
         """Write the manifest if there is none; return whether there is one."""

@@ -1,13 +1,11 @@
 """One namespace of the server's memory, as a backend."""
 
 import asyncio
-from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 
 from kvoffload.backends.base import (
     LocalIndex,
     ReadResult,
-    Removal,
     Spares,
     Usage,
     Written,
@@ -19,8 +17,6 @@ from kvoffload.backends.header import check_sum, checksum, namespace_digest
 from kvoffload.backends.threaded import ThreadPoolBackend
 from kvoffload.io.service.host_memory import HostMemory
 
-_MAX_REMOVALS = 1 << 16
-"""Removals kept for a listener that may never ask; older ones are lost to it."""
 REMOVED_AT_ONCE = 1024
 """Chunks of a namespace that is removed: they take some milliseconds."""
 _THREADS = 2
@@ -43,7 +39,6 @@ class HostStore(ThreadPoolBackend, LocalIndex, Spares):
         self._memory = memory
         self._number = memory.number_of(namespace)
         self._changes = ChangedKeys()
-        self._removals: deque[Removal] = deque(maxlen=_MAX_REMOVALS)
         self._is_complete = False
         memory.begin_reading(self._number, self)
 
@@ -152,7 +147,7 @@ class HostStore(ThreadPoolBackend, LocalIndex, Spares):
         self._changes.note(key)
 
     def evicted(self, key: bytes) -> None:
-        self._removals.append(Removal(key, "evicted"))
+        self.note_removal(key, "evicted")
         self.count("evicted")
 
     def holds(self, key: bytes) -> bool:
@@ -188,9 +183,6 @@ class HostStore(ThreadPoolBackend, LocalIndex, Spares):
 
     def spare(self, keys: Collection[bytes]) -> None:
         self._memory.spare(self._number, keys)
-
-    def take_removals(self) -> list[Removal]:
-        return [self._removals.popleft() for _ in range(len(self._removals))]
 
     async def describe(self, facts: Mapping[str, str]) -> None:
         """Keep no facts: they would end with the process, as the chunks do."""
