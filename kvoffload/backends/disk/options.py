@@ -51,7 +51,7 @@ class DiskOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     """Use a root below folders that other users may write, as in a pod without other programs."""
 
     def __post_init__(self) -> None:
-        _refuse_invalid_name(self.root)
+        refuse_invalid_name(self.root)
         self.limits()  # refuses its own
         for field, choices in (("io", IO_MODES), ("durability", DURABILITY)):
             if getattr(self, field) not in choices:
@@ -76,7 +76,7 @@ class DiskOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
         )
 
 
-def _refuse_invalid_name(root: str) -> None:
+def refuse_invalid_name(root: str) -> None:
     """Refuse a name that no file system can have: each system call would fail differently."""
     if not root:
         raise ConfigError("root", root, "must name a folder")

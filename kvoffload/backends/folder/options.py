@@ -1,9 +1,8 @@
 """Settings of the folder backend."""
 
-import os
-
 import msgspec
 
+from kvoffload.backends.disk.options import refuse_invalid_name
 from kvoffload.config import ByteSize, check_share
 from kvoffload.errors import ConfigError
 from kvoffload.extras import check_extra
@@ -35,12 +34,7 @@ class FolderOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
 
     def __post_init__(self) -> None:
         check_extra("folder", self.root)
-        try:
-            is_name = bool(self.root) and b"\0" not in os.fsencode(self.root)
-        except UnicodeEncodeError:
-            is_name = False
-        if not is_name:
-            raise ConfigError("root", self.root, "must be the path of a folder")
+        refuse_invalid_name(self.root)
         if ByteSize.parse(self.capacity, "capacity") == 0:
             raise ConfigError("capacity", int(self.capacity), "must be more than 0 bytes")
         if not 1 <= self.threads <= MAX_THREADS:

@@ -118,7 +118,7 @@ class Records:
             if dot and not rest:
                 with contextlib.suppress(OSError):  # one bad record keeps no other from counting
                     record, age_s = self._read(f"{HOSTS}/{file}", HostRecord)
-                    if record is not None:
+                    if record is not None and age_s is not None:
                         found[token] = record, age_s
         return found
 
@@ -131,10 +131,7 @@ class Records:
         Raises:
             OSError: it cannot be read; IsADirectoryError: a folder has its name.
         """
-        try:
-            return self._read(LEASE, LeaseRecord, is_missing_ok=False)
-        except FileNotFoundError:
-            return None, None
+        return self._read(LEASE, LeaseRecord)
 
     def write_lease(self, lease: LeaseRecord) -> None:
         self._write(LEASE, lease)
@@ -145,15 +142,12 @@ class Records:
             return 0.0
         return clock.now_s() + self._offset_s - mtime_ns / 1e9
 
-    def _read(
-        self, name: str, kind: type[T], *, is_missing_ok: bool = True
-    ) -> tuple[T | None, float]:
+    def _read(self, name: str, kind: type[T]) -> tuple[T | None, float | None]:
+        """Return a record and its age; no age: there is none. No record: it is not readable."""
         try:
             content, mtime_ns = self._content(f"{self._root}/{name}")
         except FileNotFoundError:
-            if not is_missing_ok:
-                raise
-            return None, 0.0
+            return None, None
         age_s = self.age_s(mtime_ns)
         try:
             record = msgspec.json.decode(content, type=kind)

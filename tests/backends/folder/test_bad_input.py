@@ -33,7 +33,7 @@ def fast(monkeypatch):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"root": ""}, "root = '': must be the path of a folder"),
+        ({"root": ""}, "root = '': must name a folder"),
         ({"root": "a\0b"}, "root"),
         ({"root": "\ud800"}, "root"),
         ({"capacity": 0}, "capacity"),
