@@ -33,8 +33,7 @@ def facts_for_readers(
     network has no reads that do not wait. ``scratch``: the path of a new file in the root.
     """
     try:
-        fd = vfs.open(scratch, os.O_RDWR | os.O_CREAT)
-        try:
+        with vfs.scratch(scratch) as fd:
             vfs.pwritev(fd, [bytes(PAGE)], 0)
             # First: the server of a file system that has no such reads might hang in the other
             # call, which keeps the GIL.
@@ -42,9 +41,6 @@ def facts_for_readers(
                 vfs.read_cached(fd, [bytearray(PAGE)], 0)
             with contextlib.suppress(BlockingIOError):  # for the moment: there is such a call
                 vfs.close_quietly(vfs.open_cached(os.fsencode(scratch), _FILE))
-        finally:
-            vfs.close_quietly(fd)
-            vfs.unlink_quietly(scratch)
         facts = vfs.fstat(vfs.root_fd)
     except OSError:
         return {}

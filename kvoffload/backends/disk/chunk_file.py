@@ -290,33 +290,23 @@ def probe_direct(vfs: Vfs, path: str) -> str | None:
     page = memoryview(mmap.mmap(-1, PAGE))
     page[:8] = b"kvoffld?"
     try:
-        fd = vfs.open(path, os.O_RDWR | os.O_CREAT | os.O_DIRECT)
+        with vfs.scratch(path, os.O_DIRECT) as fd:
+            if vfs.pwritev(fd, [page], 0) != PAGE or vfs.preadv(fd, [page], 0) != PAGE:
+                return "io_short"
+            return None
     except OSError as error:
         return reason_of(error)
-    try:
-        if vfs.pwritev(fd, [page], 0) != PAGE or vfs.preadv(fd, [page], 0) != PAGE:
-            return "io_short"
-        return None
-    except OSError as error:
-        return reason_of(error)
-    finally:
-        vfs.close_quietly(fd)
-        vfs.unlink_quietly(path)
 
 
 def probe_holes(vfs: Vfs, scratch: str) -> str | None:
     """Try whether the file system frees a part of a file; return why not, or None."""
     try:
-        fd = vfs.open(scratch, os.O_RDWR | os.O_CREAT)
-        try:
+        with vfs.scratch(scratch) as fd:
             vfs.pwritev(fd, [bytes(PAGE), bytes(PAGE)], 0)
             before = vfs.fstat(fd).st_blocks
             vfs.punch(fd, 0, PAGE)
             # With larger blocks than a page, or no holes at all, it only writes zeros.
             return None if vfs.fstat(fd).st_blocks < before else "their room stays"
-        finally:
-            vfs.close_quietly(fd)
-            vfs.unlink_quietly(scratch)
     except OSError as error:
         return error.strerror or str(error)
 

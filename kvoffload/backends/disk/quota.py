@@ -33,14 +33,11 @@ def recorded_bytes(vfs: Vfs, path: str) -> int | None:
     Raises:
         OSError: the file is missing or unreadable, or a stopped process has its lock.
     """
-    fd = vfs.open(path, os.O_RDONLY)
-    try:
+    with vfs.file(path, os.O_RDONLY) as fd:
         if not lock_patiently(vfs, fd, fcntl.LOCK_SH, _LOCK_WAIT_S):
             raise BlockingIOError(errno.EAGAIN, "locked by another process", path)
         record = _read(vfs, fd)
         return None if record is None else record[0]
-    finally:
-        vfs.close_quietly(fd)
 
 
 class Quota:

@@ -204,13 +204,10 @@ class RootHandle:
         A process that finds no other sets the limits; two at once would both do so. The wait ends,
         because a stopped process may hold the lock for ever.
         """
-        fd = self.vfs.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
-        try:
+        with self.vfs.file(self.path, os.O_RDONLY | os.O_DIRECTORY) as fd:
             with contextlib.suppress(OSError):  # a file system without locks on folders
                 lock_patiently(self.vfs, fd, fcntl.LOCK_EX, _LOCK_WAIT_S)
             yield
-        finally:
-            self.vfs.close_quietly(fd)
 
     def _agree(self, wanted: Limits, *, alone: bool) -> Limits:
         """Return the limits in force: those of the only process, else those recorded."""

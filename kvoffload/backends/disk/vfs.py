@@ -88,6 +88,24 @@ class Vfs:
         flags |= os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
         return os.open(name, flags, 0o600, dir_fd=at)
 
+    @contextlib.contextmanager
+    def file(self, path: str, flags: int) -> Iterator[int]:
+        """Open a file as :meth:`open` does, for a while."""
+        fd = self.open(path, flags)
+        try:
+            yield fd
+        finally:
+            self.close_quietly(fd)
+
+    @contextlib.contextmanager
+    def scratch(self, path: str, flags: int = 0) -> Iterator[int]:
+        """Make a file for a while."""
+        with self.file(path, os.O_RDWR | os.O_CREAT | flags) as fd:
+            try:
+                yield fd
+            finally:
+                self.unlink_quietly(path)
+
     @staticmethod
     def read_cached(fd: int, buffers: Buffers, offset: int) -> int:
         """Read what the page cache has; BlockingIOError: nothing at this place."""
@@ -114,16 +132,13 @@ class Vfs:
 
     def read_file(self, path: str, most_bytes: int) -> bytearray:
         """Return the content of a file; raise OSError (EFBIG) for a larger file."""
-        fd = self.open(path, os.O_RDONLY)
-        try:
+        with self.file(path, os.O_RDONLY) as fd:
             size = self.fstat(fd).st_size
             if size > most_bytes:
                 raise OSError(errno.EFBIG, os.strerror(errno.EFBIG), path)
             data, done = bytearray(size), 0
             while done < size and (moved := self.preadv(fd, [memoryview(data)[done:]], done)) > 0:
                 done += moved
-        finally:
-            self.close_quietly(fd)
         return data if done == size else data[:done]
 
     def replace_file(self, path: str, temporary: str, data: bytes) -> None:
@@ -151,11 +166,8 @@ class Vfs:
 
     def sync(self, path: str) -> None:
         """Make a file, or the names in a folder, durable."""
-        fd = self.open(path, os.O_RDONLY)
-        try:
+        with self.file(path, os.O_RDONLY) as fd:
             self.fsync(fd)
-        finally:
-            self.close_quietly(fd)
 
     def rename(self, source: str, target: str) -> None:
         name, at = self._at(source)

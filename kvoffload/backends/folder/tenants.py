@@ -62,11 +62,8 @@ class Tags:
         """Return the tag in a header; None: it cannot be read now."""
         vfs, header = self._vfs, memoryview(bytearray(ALIGNED_BYTES))
         try:
-            fd = vfs.open(path, os.O_RDONLY)
-            try:
+            with vfs.file(path, os.O_RDONLY) as fd:
                 found = parse_header(header[: vfs.preadv(fd, [header], 0)])
-            finally:
-                vfs.close_quietly(fd)
         except OSError:
             return None
         return int.from_bytes(found.tenant[:_TAG_BYTES]) if isinstance(found, Header) else 0
