@@ -193,10 +193,14 @@ class FolderBackend(AsyncChunkBackend):
         room, nbytes, file = self._housekeeper.room, chunk.nbytes, (self._folder_name, key)
         if not room.reserve(nbytes, file):
             return _FULL
-        if reason := self._files.write(turn, key, chunk, tenant):
-            room.release(nbytes, reason, file)
-        else:
-            room.written(nbytes, file)
+        reason = "failed"
+        try:
+            reason = self._files.write(turn, key, chunk, tenant)
+        finally:  # also if it raises, as without memory
+            if reason:
+                room.release(nbytes, reason, file)
+            else:
+                room.written(nbytes, file)
         return reason
 
     async def has(self, key: bytes) -> bool:

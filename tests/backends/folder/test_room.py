@@ -164,6 +164,27 @@ async def test_a_listing_counts_another_hosts_chunk_whose_store_failed_here_mean
     assert backend.usage().resident_bytes == stored_bytes(tmp_path / "share") == ON_DISK
 
 
+async def test_a_store_that_raises_gives_its_room_back(tmp_path):
+    vfs = Vfs()
+    backend, keys = open_folder(tmp_path / "share", vfs=vfs), keys_of(1)
+    assert await store_at_last(backend, keys_of(4, "before"))
+    room = backend._housekeeper.room
+    before = room.stored_bytes
+
+    def without_memory(path, flags, of=vfs.open):
+        if keys[0].hex() in path and flags & os.O_CREAT:
+            raise MemoryError
+        return of(path, flags)
+
+    vfs.open = without_memory
+    assert await store(backend, keys) == [False]
+    assert backend.counters()["write_failed"] == 1
+    assert room.stored_bytes == before
+    del vfs.open
+    assert await store(backend, keys) == [True]
+    assert room.listed() == (before + ON_DISK, set())
+
+
 async def test_a_process_removes_what_it_could_not_remove_after_a_failed_store(tmp_path):
     """As where the connection to the server was lost: the file would take room for ever."""
     backend, root = open_folder(tmp_path / "share"), tmp_path / "share"
