@@ -79,16 +79,18 @@ def strangeness(facts: os.stat_result) -> str | None:
 
 
 class ChunkFiles:
-    """Reads and writes chunk files; thread-safe.
+    """Reads and writes chunk files of one namespace; thread-safe.
 
     ``direct`` bypasses the page cache. With ``room``, too, loads take from it what it has, and
     stores go through it while there is room.
     """
 
     def __init__(
-        self, vfs: Vfs, *, direct: bool = False, room: CacheRoom | None = None, durable: bool
+        self, vfs: Vfs, namespace: bytes, *, direct: bool, room: CacheRoom | None, durable: bool
     ) -> None:
         self.vfs = vfs
+        self.namespace = namespace
+        """Its digest."""
         self.direct = direct
         self.room = room
         self.durable = durable
@@ -97,7 +99,7 @@ class ChunkFiles:
         """Called before a read that the page cache does not answer."""
         self._local = threading.local()
 
-    def read(self, path: str, key: bytes, namespace: bytes, target: memoryview) -> Outcome:
+    def read(self, path: str, key: bytes, target: memoryview) -> Outcome:
         """Fill ``target`` with the chunk at ``path``, verified against key and namespace.
 
         Makes few system calls: each one releases and re-acquires the GIL. Reading one page past the
@@ -122,7 +124,7 @@ class ChunkFiles:
             if 0 < moved < wanted:
                 moved = continued(vfs.preadv, fd, [header, target, beyond], moved)
             if moved == wanted:
-                reason = self.seal.fault(header, target, key, namespace)
+                reason = self.seal.fault(header, target, key, self.namespace)
             else:
                 reason = "size"
                 if parse_header(header[:moved]) == OTHER_VERSION:
@@ -142,7 +144,6 @@ class ChunkFiles:
         self,
         path: str,
         key: bytes,
-        namespace: bytes,
         chunk: memoryview,
         *,
         overwrite: bool = False,
@@ -164,7 +165,7 @@ class ChunkFiles:
                 self.vfs.utime(path, now_ns, now_ns)  # a write leaves the time of the last use
             (header,) = self.pages(1)
             header[:], stored = self.seal.pack(
-                key, namespace, chunk, header_bytes=PAGE, tenant=tenant
+                key, self.namespace, chunk, header_bytes=PAGE, tenant=tenant
             )
             try:
                 written = continued(self.vfs.pwritev, fd, [header, stored], 0)

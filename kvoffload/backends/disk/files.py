@@ -15,12 +15,8 @@ from kvoffload.backends.disk.vfs import Vfs
 log = logging.getLogger(__name__)
 
 
-class Seen(NamedTuple):
-    """What a reader found in place of a chunk."""
-
-    identity: int
-    """Differs from that of whatever later takes the place."""
-    allocated_bytes: int
+Seen = int
+"""What a reader found in place of a chunk: differs from whatever later takes the place."""
 
 
 class FileDraft(NamedTuple):
@@ -33,9 +29,8 @@ class FileDraft(NamedTuple):
 
     def write(self, key: bytes, chunk: memoryview, tenant: bytes = b"") -> tuple[str | None, int]:
         """Write header and chunk; return why that failed, or None, and the allocated bytes."""
-        digest, overwrite = self.form.digest, self.overwrites
         reason, facts = self.form.chunks.write(
-            self.path, key, digest, chunk, overwrite=overwrite, tenant=tenant
+            self.path, key, chunk, overwrite=self.overwrites, tenant=tenant
         )
         return reason, 0 if facts is None else facts.st_blocks * 512
 
@@ -75,7 +70,6 @@ class Files:
         self,
         vfs: Vfs,
         chunks: ChunkFiles,
-        digest: bytes,
         folder: Callable[[int], str],
         temporary: Callable[[], str],
         count: Callable[[str], None],
@@ -87,7 +81,6 @@ class Files:
         """
         self.vfs = vfs
         self.chunks = chunks
-        self.digest = digest
         self._folder = folder
         self._temporary = temporary
         self._count = count
@@ -124,8 +117,8 @@ class Files:
 
         Raises nothing. After damage it tells what was seen.
         """
-        reason, facts = self.chunks.read(self.path_of(name), key, self.digest, target)
-        return reason, facts and Seen(facts.st_ino, facts.st_blocks * 512)
+        reason, facts = self.chunks.read(self.path_of(name), key, target)
+        return reason, None if facts is None else facts.st_ino
 
     def drafts(self, chunk_bytes: int, count: int) -> list[FileDraft]:
         """Return new places for so many chunks of this length."""
@@ -166,7 +159,7 @@ class Files:
 
     def is_still(self, name: Name, seen: Seen) -> bool:
         """Return whether a chunk still is what a reader saw; FileNotFoundError: it is gone."""
-        return self.vfs.lstat(self.path_of(name)).st_ino == seen.identity
+        return self.vfs.lstat(self.path_of(name)).st_ino == seen
 
     def sync(self, name: Name, *, is_new: bool) -> None:
         """Make a chunk durable; ``is_new``: its own writer calls."""

@@ -94,7 +94,6 @@ class Slots:
         self,
         vfs: Vfs,
         files: ChunkFiles,
-        digest: bytes,
         segments: Segments,
         temporary: Callable[[], str],
     ) -> None:
@@ -102,7 +101,6 @@ class Slots:
         self.vfs = vfs
         self._temporary = temporary
         self._files = files
-        self._digest = digest
         self.segments = segments
 
     def suits(self, key: bytes, chunk_bytes: int) -> bool:
@@ -116,7 +114,7 @@ class Slots:
         except FileNotFoundError:
             return "missing", None
         (reason,) = self._read(at, [key], [target])
-        return reason, None if reason is None else Seen(at.place, at.segment.slot_bytes)
+        return reason, None if reason is None else at.place
 
     def runs(self, names: Sequence[Name], targets: Sequence[memoryview]) -> list[range]:
         """Return chunks in parts that :meth:`read_run` reads by one call, or that have one."""
@@ -173,7 +171,7 @@ class Slots:
             else:
                 reason: str | None = "short"
                 if moved >= PAGE + target.nbytes:
-                    reason = files.seal.fault(header, target, key, self._digest)
+                    reason = files.seal.fault(header, target, key, files.namespace)
                 reason = "size" if reason == "length" else reason
                 reasons.append(None if reason is None else counted_as(reason))
             moved -= slot_bytes
@@ -202,7 +200,7 @@ class Slots:
                 files.pages(len(keys)), keys, chunks, tenants, strict=True
             ):
                 header[:], stored = files.seal.pack(
-                    key, self._digest, chunk, header_bytes=PAGE, tenant=tenant
+                    key, files.namespace, chunk, header_bytes=PAGE, tenant=tenant
                 )
                 packed.append(stored)
                 buffers += header, stored
@@ -288,7 +286,7 @@ class Slots:
 
     def is_still(self, name: Name, seen: Seen) -> bool:
         at = self.segments.find(name)
-        if at.place != seen.identity:
+        if at.place != seen:
             return False
         if key_in(at.segment.entry(at.slot)) != name[2:]:
             self.segments.forget(name, at)

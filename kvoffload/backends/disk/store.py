@@ -59,8 +59,8 @@ class DiskStore(Counts):
         self.vfs = vfs
         self.path = os.path.abspath(os.path.expanduser(options.root))
         self.namespace = namespace
-        self._digest = namespace_digest(namespace)
-        self.namespaces = [self._digest.hex()]
+        digest = namespace_digest(namespace)
+        self.namespaces = [digest.hex()]
         """Folder names by number; 0 is this backend's own."""
         self._lock = threading.Lock()
         self._publishing = threading.Lock()
@@ -82,12 +82,12 @@ class DiskStore(Counts):
             raise
         self.room = CacheRoom(self.path) if self.io_mode == "auto" else None
         direct = self.io_mode != "buffered"
-        chunks = ChunkFiles(vfs, direct=direct, room=self.room, durable=self._durable)
+        chunks = ChunkFiles(vfs, digest, direct=direct, room=self.room, durable=self._durable)
         temporary = self.root.temporary
-        self.files = Files(vfs, chunks, self._digest, self.folder, temporary, self.count)
+        self.files = Files(vfs, chunks, self.folder, temporary, self.count)
         self.segments = Segments(self, durable=self._durable)
         uncounted = partial(temporary, counted=False)
-        self.slots = Slots(vfs, chunks, self._digest, self.segments, uncounted)
+        self.slots = Slots(vfs, chunks, self.segments, uncounted)
         self.why_no_slots = probe_holes(vfs, scratch)
         """Why the file system cannot have chunks in slots; None: it can."""
         if self.why_no_slots is not None:
@@ -197,14 +197,13 @@ class DiskStore(Counts):
     def _pass_over(self, name: Name, seen: Seen | None) -> None:
         """Hide a chunk of another version or key until a store replaces it; it can be evicted."""
         with self._publishing:
-            try:
-                if seen is None or not self._form_of(name).is_still(name, seen):
+            form = self._form_of(name)
+            with contextlib.suppress(OSError):
+                if seen is None or not form.is_still(name, seen):
                     return  # a newer one replaced it meanwhile
-            except OSError:
-                return
-            if self.index.size(name) is None:
-                self.index.found([(name, seen.allocated_bytes)])
-            self.index.hide([name])
+                if self.index.size(name) is None:
+                    self.index.found([(name, form.allocated_bytes(name))])
+                self.index.hide([name])
 
     def store(
         self,

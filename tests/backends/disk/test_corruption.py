@@ -166,9 +166,9 @@ def test_a_hundred_thousand_mutated_files_are_noticed(ram_path):
     one, two = keys_of(2)
     namespace = namespace_digest("one")
     path = str(ram_path / "chunk")
-    files = ChunkFiles(Vfs(), direct=False, durable=False)
+    files = ChunkFiles(Vfs(), namespace, direct=False, room=None, durable=False)
     (slot,) = slots(1, size)
-    assert files.write(path, one, namespace, filled([one], size)[0]).reason is None
+    assert files.write(path, one, filled([one], size)[0]).reason is None
     whole = (ram_path / "chunk").read_bytes()
     payload = payload_of(one, size)
     foreign = pack_header(two, namespace, payload, header_bytes=PAGE)
@@ -195,14 +195,14 @@ def test_a_hundred_thousand_mutated_files_are_noticed(ram_path):
             )
         os.pwrite(fd, change, at)
         changed = not change or whole[at : at + len(change)] != change
-        assert (files.read(path, one, namespace, slot).reason is not None) == changed
+        assert (files.read(path, one, slot).reason is not None) == changed
         os.ftruncate(fd, len(whole))
         if change:
             os.pwrite(fd, whole[at : at + len(change)], at)
         else:
             os.pwrite(fd, whole, 0)
         if turn % 50 == 0:
-            false_alarms += files.read(path, one, namespace, slot).reason is not None
+            false_alarms += files.read(path, one, slot).reason is not None
             assert bytes(slot) == payload
     os.close(fd)
     assert false_alarms == 0
