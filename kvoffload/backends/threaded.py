@@ -112,20 +112,11 @@ class ChunkwiseBackend(CountedBackend, ABC):
         self.begin_close()
 
     async def run_each(
-        self,
-        kind: Kind,
-        items: int,
-        work: Callable[[int], T],
-        failed: T,
-        *,
-        is_quick: bool = False,
+        self, kind: Kind, items: int, work: Callable[[int], T], failed: T
     ) -> list[T]:
-        """Return ``work(i)`` for each item; one that raises, or is not begun, is ``failed``.
-
-        ``is_quick``: items take some 10 µs and rarely wait; see :meth:`BlockingPool.fill`.
-        """
+        """Return ``work(i)`` for each item; one that raises, or is not begun, is ``failed``."""
         answers = [failed] * items
-        await self.__fill(kind, answers, work, is_quick)
+        await self.__fill(kind, answers, work, is_quick=False)
         return answers
 
     async def run_all(
@@ -144,14 +135,14 @@ class ChunkwiseBackend(CountedBackend, ABC):
             runs: the items in parts that follow one another.
             work: returns the answers of a run.
             failed: the answer of each item of a run that raises, or is not begun.
-            is_quick: as of :meth:`run_each`.
+            is_quick: runs take some 10 µs and rarely wait; see :meth:`BlockingPool.fill`.
         """
         answers = [[failed] * len(run) for run in runs]
-        await self.__fill(kind, answers, lambda i: work(runs[i]), is_quick)
+        await self.__fill(kind, answers, lambda i: work(runs[i]), is_quick=is_quick)
         return [answer for of_run in answers for answer in of_run]
 
     async def __fill(
-        self, kind: Kind, answers: list[T], work: Callable[[int], T], is_quick: bool
+        self, kind: Kind, answers: list[T], work: Callable[[int], T], *, is_quick: bool
     ) -> None:
         """Set ``answers[i] = work(i)``, but for each one that raises, or is not begun."""
 
@@ -223,15 +214,8 @@ class ThreadPoolBackend(ChunkwiseBackend):
         super().__init__(name)
         self.__name, self.__pools = name, pools
 
-    def is_quick(self, memory: Sequence[memoryview]) -> bool:
-        """Return whether each of these loads takes some 10 µs; by default, False.
-
-        One thread then serves all such loads, until one of them calls :meth:`expect_wait`.
-        """
-        return False
-
     def expect_wait(self) -> None:
-        """Let all threads serve the batch of the calling thread, whose load is about to wait."""
+        """Let all threads serve the quick loads of the calling thread, which is about to wait."""
         self.__pools["read"].expect_wait()
 
     def at_once(self) -> int | None:
@@ -267,10 +251,7 @@ class ThreadPoolBackend(ChunkwiseBackend):
                 arrived(i)
             return found
 
-        is_quick = self.is_quick(into)
-        return await self.run_each(
-            "read", len(keys), load, ReadResult.UNAVAILABLE, is_quick=is_quick
-        )
+        return await self.run_each("read", len(keys), load, ReadResult.UNAVAILABLE)
 
     async def fill_answers(
         self, kind: Kind, answers: list[Any], work: Callable[[int], Any], is_quick: bool

@@ -145,7 +145,7 @@ class DiskBackend(ThreadPoolBackend):
 
     # ---- batches ---------------------------------------------------------------------------
 
-    def is_quick(self, memory: Sequence[memoryview]) -> bool:
+    def _is_quick(self, memory: Sequence[memoryview]) -> bool:
         return self.room is not None and (_HAS_FEW_CORES or _are_small(memory))
 
     async def contains(self, keys: Sequence[bytes]) -> list[bool]:
@@ -182,7 +182,7 @@ class DiskBackend(ThreadPoolBackend):
 
         # Chunks in slots that follow one another are read by one call.
         runs = store.slots.runs(names, targets) if keys else []
-        failed, is_quick = ReadResult.UNAVAILABLE, self.is_quick(into)
+        failed, is_quick = ReadResult.UNAVAILABLE, self._is_quick(into)
         try:
             return await self.run_all("read", runs, load, failed, is_quick=is_quick)
         finally:  # also for a load that its deadline cut off
