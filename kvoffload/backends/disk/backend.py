@@ -70,10 +70,8 @@ class DiskBackend(ThreadPoolBackend):
         """
         self.options = options
         self.namespace = namespace
-        self._needed: set[Name] = set()
-        """Chunks to be spared."""
-        self._told: set[Name] = set()
-        """Those of them that the process which evicts learns of, if it is another one."""
+        self._told: frozenset[Name] = frozenset()
+        """Chunks to be spared that the process which evicts learns of, if it is another one."""
         vfs = vfs or Vfs()
         with contextlib.ExitStack() as undo:
             self._store = DiskStore(vfs, options, namespace)
@@ -280,17 +278,16 @@ class DiskBackend(ThreadPoolBackend):
         """See :class:`Spares`; if another process evicts, it learns of a use of these chunks."""
         if self.is_closed:
             return
-        self._needed = {name_of(0, key) for key in keys}
-        self._store.index.spare(self._needed)
+        self._store.index.spare(name_of(0, key) for key in keys)
         self._tell_needed()
 
     def _tell_needed(self) -> None:
         index, uses = self._store.index, self._store.uses
         if not self._store.root.evictor.held:
-            new = self._needed - self._told  # an access time a chunk, once
-            new = {name for name in new if name in index and uses.is_fresh(name)}  # none is renewed
-            uses.used(new)
-            self._told = self._told & self._needed | new
+            new = index.needed - self._told  # an access time a chunk, once
+            known = {n for n in new if n in index and uses.is_fresh(n)}  # none is renewed
+            uses.used(known)
+            self._told = self._told & index.needed | known
 
     def expect(self, returns: Sequence[ToldReturn], share: float) -> None:
         """See :class:`Spares`; if another process evicts, it learns nothing."""

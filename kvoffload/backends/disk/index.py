@@ -6,7 +6,7 @@ namespace under the root. The index may be wrong: each load verifies what it fin
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import TypeVar
 
@@ -85,7 +85,7 @@ class Index:
         """Wraps the policy from the first told return on."""
         self._early_returns, self._hint_share = LatestReturns(), 0.0
         """What was told before the first chunk."""
-        self._needed: frozenset[Name] = frozenset()
+        self.needed: frozenset[Name] = frozenset()
         """Names that requests wait for, whether they are known or a scan is yet to find them."""
         self._spared: set[Name] = set()
         """Those of them that are out of the policy's order."""
@@ -236,16 +236,16 @@ class Index:
                 self._returns.capacity = len(self._sizes)  # now it is full
             taken = [*order.victims(count)]
             if len(taken) < count and self._spared:
-                self._needed = frozenset()
+                self.needed = frozenset()
                 self._end_sparing(list(self._spared))
                 taken += order.victims(count - len(taken))
             return taken
 
-    def spare(self, names: Collection[Name]) -> None:
+    def spare(self, names: Iterable[Name]) -> None:
         """Take these names out of the order once they are known; put back those of before."""
         needed = frozenset(names)
         with self._lock:
-            self._needed = needed
+            self.needed = needed
         for part in _slices([name for name in list(self._spared) if name not in needed]):
             with self._lock:
                 self._end_sparing(part)
@@ -255,7 +255,7 @@ class Index:
 
     def _spare(self, names: Iterable[Name]) -> None:
         """Take those of these names out of the order that requests wait for."""
-        order, spared, needed = self._order, self._spared, self._needed
+        order, spared, needed = self._order, self._spared, self.needed
         if order is None or not needed:
             return
         new = [name for name in names if name in needed and name not in spared]

@@ -270,7 +270,7 @@ def left_in(store):
     found = {
         "bytes in flight": store.space.in_flight_bytes,
         "stores that wait": store.space._waiting,
-        "spared": len(index._spared) + len(index._needed),
+        "spared": len(index._spared) + len(index.needed),
         "tenants of no chunk": len(tenants - index._sizes.keys()),
     }
     return {name: number for name, number in found.items() if number}
