@@ -3,7 +3,7 @@
 import contextlib
 import os
 import stat
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from kvoffload.backends.disk.paths import MANIFEST, SEGMENTS, SHARDS, SNAPSHOT, key_of
@@ -89,3 +89,25 @@ def remove_namespace(vfs: Vfs, folder: str) -> bool:
     except OSError:
         return False
     return True
+
+
+def purge_files(
+    vfs: Vfs, root: str, folders: Sequence[str], own: str, is_stopping: Callable[[], bool]
+) -> int:
+    """Remove all chunks of namespace folders, and the folders but for the own one.
+
+    Returns:
+        How many were removed. A later scan finds their bytes free.
+    """
+    removed = 0
+    for folder in folders:
+        for shard in walk(vfs, f"{root}/{folder}"):
+            for key, _ in shard.chunks:
+                if is_stopping():
+                    return removed
+                with contextlib.suppress(OSError):
+                    vfs.unlink(f"{shard.path}/{key.hex()}")
+                    removed += 1
+        if folder != own:
+            remove_namespace(vfs, f"{root}/{folder}")
+    return removed

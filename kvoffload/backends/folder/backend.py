@@ -31,10 +31,10 @@ from kvoffload.backends.disk import manifest
 from kvoffload.backends.disk.chunk_file import bytes_on_disk
 from kvoffload.backends.disk.namespace_sample import described
 from kvoffload.backends.disk.vfs import Vfs
+from kvoffload.backends.disk.walker import purge_files
 from kvoffload.backends.folder.chunk_files import ChunkFiles, Found
 from kvoffload.backends.folder.known import KnownChunks
 from kvoffload.backends.folder.mount import Late, Mount, Stalled, Turn
-from kvoffload.backends.folder.namespaces import purge
 from kvoffload.backends.folder.options import FolderOptions
 from kvoffload.backends.folder.records import Records
 from kvoffload.backends.folder.seal import read_secret
@@ -337,7 +337,12 @@ class FolderBackend(AsyncChunkBackend):
         if self._folder_name in folders:
             self._known.clear()
         return await run_once(
-            purge, self._vfs, self._root.path, folders, self._folder_name, lambda: self.is_closed
+            purge_files,
+            self._vfs,
+            self._root.path,
+            folders,
+            self._folder_name,
+            lambda: self.is_closed,
         )
 
     # ---- inside --------------------------------------------------------------------------------
