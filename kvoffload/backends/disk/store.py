@@ -239,7 +239,7 @@ class DiskStore(Counts):
             if reason is None:
                 # Some file systems (ZFS) allocate later, and report 512 bytes until then.
                 self._publish([name], [draft], reserved, max(reserved, allocated))
-        except OSError as error:
+        except OSError as error:  # no place, or the chunk cannot be published
             reason = reason_of(error)
         except BaseException:
             self.space.cancel(reserved, draft)
