@@ -146,6 +146,7 @@ class ChunkFiles:
             fd = self._create(temporary)
         except OSError as error:
             return reason_of(error)
+        reason = "failed"
         try:
             try:
                 with turn.memory():
@@ -160,10 +161,12 @@ class ChunkFiles:
                 reason = "late"
             else:
                 vfs.rename(temporary, path)
-                return ""
+                reason = ""
         except OSError as error:
             reason = reason_of(error)
-        vfs.unlink_quietly(temporary)
+        finally:  # also if it raises, as without memory
+            if reason:
+                vfs.unlink_quietly(temporary)
         return reason
 
     def exist(self, keys: Sequence[bytes], count: Callable[[str], None]) -> list[bool]:

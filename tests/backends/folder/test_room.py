@@ -169,18 +169,26 @@ async def test_a_store_that_raises_gives_its_room_back(tmp_path):
     backend, keys = open_folder(tmp_path / "share", vfs=vfs), keys_of(1)
     assert await store_at_last(backend, keys_of(4, "before"))
     room = backend._housekeeper.room
-    before = room.stored_bytes
+    before, files = room.stored_bytes, []
 
-    def without_memory(path, flags, of=vfs.open):
-        if keys[0].hex() in path and flags & os.O_CREAT:
+    def note(path, flags, of=vfs.open):
+        fd = of(path, flags)
+        if keys[0].hex() in path:
+            files.append(fd)
+        return fd
+
+    def without_memory(fd, buffers, offset):
+        if fd in files:
+            files.remove(fd)  # the next file may get the number
             raise MemoryError
-        return of(path, flags)
+        return os.pwritev(fd, buffers, offset)
 
-    vfs.open = without_memory
+    vfs.open, vfs.pwritev = note, without_memory
     assert await store(backend, keys) == [False]
     assert backend.counters()["write_failed"] == 1
     assert room.stored_bytes == before
-    del vfs.open
+    assert not [*tmp_path.rglob(f"*{keys[0].hex()}*")]
+    del vfs.open, vfs.pwritev
     assert await store(backend, keys) == [True]
     assert room.listed() == (before + ON_DISK, set())
 
