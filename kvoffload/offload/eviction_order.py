@@ -9,7 +9,6 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from kvoffload.offload.priority import SHARE_ABOVE, PriorityPolicy
 from kvoffload.policies.base import Policy
 from kvoffload.policies.kept_order import KeptOrder
-from kvoffload.policies.lru import LRUOfTable, LRUPolicy
 from kvoffload.policies.return_order import ExpectedReturns, ReturnOrder
 
 
@@ -19,27 +18,18 @@ class EvictionOrder:
     Args:
         policy: orders those without a claim, a told return or a priority; used by this alone.
         capacity: chunks that fit at most.
-        table: of the evictable chunks alone, for a policy that needs no table of its own.
     """
 
-    def __init__(
-        self, policy: Policy, capacity: int, table: dict[bytes, int] | None = None
-    ) -> None:
-        if table is not None and type(policy) is LRUPolicy:
-            policy = LRUOfTable(capacity, table)
+    def __init__(self, policy: Policy, capacity: int) -> None:
         self.policy = policy
         """All of it as one policy."""
         self._capacity = capacity
-        self._table = table
         self._kept: KeptOrder | None = None
         self._priorities: PriorityPolicy | None = None
         self._returns: ReturnOrder | None = None
 
     def _to_wrap(self) -> Policy:
-        """Return the order that a policy is to wrap, which has no more chunks then than it had."""
-        if self._table is not None and type(self.policy) is LRUOfTable:
-            self.policy = LRUPolicy(self._capacity)  # the table will have other chunks as well
-            self.policy.add(tuple(self._table))
+        """Return the order that a policy is to wrap."""
         return self._kept.normal if self._kept is not None else self.policy
 
     # ---- what is kept ----

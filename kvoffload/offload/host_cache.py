@@ -68,7 +68,7 @@ class HostCache:
         self._abandoned: dict[int, list[OffloadKey | None]] = {}
         self.turns: Counter[int] = Counter()
         """Slots that chunks of a load use one after the other: how many chunks have not ended."""
-        self.order = EvictionOrder(policy, num_slots, cast(dict[bytes, int], self.evictable))
+        self.order = EvictionOrder(policy, num_slots)
         """The order of the evictable chunks."""
         self.claims: dict[OffloadKey, Any] = {}
         """Chunks that are kept for requests in the queue, here or once they are; see

@@ -7,9 +7,9 @@ from itertools import islice, repeat
 from sys import getsizeof
 from typing import Any
 
-PART = 32
+_PART = 32
 """A look-ahead reads this part of the capacity."""
-AT_LEAST = 16
+_AT_LEAST = 16
 """Keys a look-ahead reads in small stores."""
 _ROOMY = 90
 """Bytes an entry from which on a dict is rebuilt. It then has room for at least half as many more
@@ -32,7 +32,7 @@ class OrderedQueue:
 
     def __init__(self, capacity: int) -> None:
         self.keys: dict[bytes, int] = {}
-        self._look = max(AT_LEAST, capacity // PART)
+        self._look = max(_AT_LEAST, capacity // _PART)
         # The keys of the last look-ahead, with their stamps; those before ``_at`` are done with.
         self._oldest: list[bytes] = []
         self._stamps: list[int] = []

@@ -54,7 +54,7 @@ def test_a_chunk_costs_few_steps_of_the_interpreter_and_none_where_it_is_unknown
 
 
 @pytest.mark.parametrize(
-    ("policy", "most"), [(LRUPolicy, 190), (ARCPolicy, 245), (HandicapPolicy, 275)]
+    ("policy", "most"), [(LRUPolicy, 215), (ARCPolicy, 245), (HandicapPolicy, 275)]
 )
 def test_a_store_that_turned_over_takes_few_bytes_for_each_chunk(policy, most):
     tracemalloc.start()
