@@ -127,8 +127,7 @@ class Claims:
         self.served: QueuedRequest | None = None
         """The request that waits for which room is made: those before it give way to none."""
         self._counts = figures.counter(QUEUE_CHUNKS, "kept", "given_up")
-        if share:
-            host.allow_claims(self._give_way)
+        host.give_way = self._give_way
 
     # ---- whose they are ----
 

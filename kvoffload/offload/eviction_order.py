@@ -12,41 +12,20 @@ from kvoffload.policies.kept_order import KeptOrder
 from kvoffload.policies.return_order import ExpectedReturns, ReturnOrder
 
 
-class EvictionOrder:
-    """The order of the evictable chunks of one size.
+class EvictionOrder(KeptOrder):
+    """The order of the evictable chunks of one size; a policy itself.
 
     Args:
         policy: orders those without a claim, a told return or a priority; used by this alone.
         capacity: chunks that fit at most.
+        claims: the claimed chunks, which the caller lists.
     """
 
-    def __init__(self, policy: Policy, capacity: int) -> None:
-        self.policy = policy
-        """All of it as one policy."""
+    def __init__(self, policy: Policy, capacity: int, claims: Collection[bytes]) -> None:
+        super().__init__(policy, claims)
         self._capacity = capacity
-        self._kept: KeptOrder | None = None
         self._priorities: PriorityPolicy | None = None
         self._returns: ReturnOrder | None = None
-
-    def _to_wrap(self) -> Policy:
-        """Return the order that a policy is to wrap."""
-        return self._kept.normal if self._kept is not None else self.policy
-
-    # ---- what is kept ----
-
-    def allow_claims(self, claims: Collection[bytes]) -> None:
-        """Make ready for claims, before the first chunk; the caller lists the claimed chunks."""
-        self.policy = self._kept = KeptOrder(self._to_wrap(), claims)
-
-    def keep(self, keys: Sequence[bytes]) -> None:
-        """Take evictable chunks that get a claim out of the order."""
-        if self._kept is not None:
-            self._kept.keep(keys)
-
-    def let_go(self, keys: Sequence[bytes]) -> None:
-        """Put evictable chunks whose claim has ended back, the last one the most recent."""
-        if self._kept is not None:
-            self._kept.let_go(keys)
 
     # ---- priorities ----
 
@@ -67,8 +46,7 @@ class EvictionOrder:
     def mark(self, keys: Sequence[bytes], priority: int) -> None:
         """Give chunks a priority, however many have one."""
         if self._priorities is None:
-            self._priorities = PriorityPolicy(self._to_wrap())
-            self._put_outside(self._priorities)
+            self._priorities = self.normal = PriorityPolicy(self.normal)
         self._priorities.mark(keys, priority)
 
     def forget(self, keys: Iterable[bytes]) -> None:
@@ -81,17 +59,7 @@ class EvictionOrder:
     def returns(self, share: float, now_s: Callable[[], float]) -> ExpectedReturns:
         """Return the claims on chunks by when they are needed again; see :class:`ReturnOrder`."""
         if self._returns is None:
-            inner = self._priorities.normal if self._priorities is not None else self._to_wrap()
-            self._returns = order = ReturnOrder(inner, self._capacity, share, now_s)
-            if self._priorities is not None:
-                self._priorities.normal = order
-            else:
-                self._put_outside(order)
+            outer = self if self._priorities is None else self._priorities
+            self._returns = ReturnOrder(outer.normal, self._capacity, share, now_s)
+            outer.normal = self._returns
         return self._returns
-
-    def _put_outside(self, order: Policy) -> None:
-        """Let an order be the outermost but for what is kept."""
-        if self._kept is not None:
-            self._kept.normal = order
-        else:
-            self.policy = order

@@ -7,7 +7,7 @@ order for all chunks, it would have the same part.
 """
 
 from collections.abc import Callable, Collection, Sequence
-from typing import cast
+from typing import Any, cast
 
 from kvoffload.messages import OffloadKey
 from kvoffload.offload.eviction_order import EvictionOrder
@@ -25,10 +25,10 @@ DEMAND_MEMORY = 2.0
 class _Size:
     """The slots of one size, in some of the extents."""
 
-    def __init__(self, rows: int, per_extent: int, policy: Policy, most: int) -> None:
+    def __init__(self, rows: int, per_extent: int, order: EvictionOrder) -> None:
         self.rows = rows
         self.per_extent = per_extent
-        self.order = EvictionOrder(policy, most)
+        self.order = order
         self.num_extents = 0
         self.num_free = 0
         self.num_ready = 0
@@ -52,11 +52,12 @@ class ExtentCache(HostCache):
         self._extent_rows = extent_rows = geometry.extent_rows
         self._first_extent = -(-first_row // extent_rows)
         self._num_extents = max(0, geometry.num_extents - self._first_extent)
-        by_rows = {}
+        by_rows, claims = {}, dict[OffloadKey, Any]()
         for rows in geometry.sizes:
             per_extent = extent_rows // rows
             most = per_extent * self._num_extents
-            by_rows[rows] = _Size(rows, per_extent, new_policy(most), most)
+            order = EvictionOrder(new_policy(most), most, claims)
+            by_rows[rows] = _Size(rows, per_extent, order)
         self._sizes = list(by_rows.values())
         self._smallest = self._sizes[0]
         # By the key's last four bytes, its group.
@@ -65,9 +66,9 @@ class ExtentCache(HostCache):
             for group, rows in enumerate(geometry.rows_of_group)
         }
         rows_of = {size.order: size.rows for size in self._sizes}
-        order = OrdersBySize(lambda key: self._size_of(key).order, rows_of, geometry.num_rows)
-        super().__init__(geometry.num_rows, order.policy, geometry.row_bytes)
-        self.order = order
+        orders = OrdersBySize(lambda key: self._size_of(key).order, rows_of, geometry.num_rows)
+        super().__init__(geometry.num_rows, orders, geometry.row_bytes)
+        self.order, self.claims = orders, claims
         self._unowned = list(range(geometry.num_extents - 1, self._first_extent - 1, -1))
         self._owner: list[_Size | None] = [None] * geometry.num_extents
         # Slot → the ready chunk in it, so that an extent can be emptied.
@@ -81,7 +82,7 @@ class ExtentCache(HostCache):
     def room_for(self, key: OffloadKey) -> int:
         """See :meth:`HostCache.room_for`; leaves out slots that other sizes would have to give."""
         size = self._size_of(key)
-        return size.num_free + len(size.order.policy) + len(self._unowned) * size.per_extent
+        return size.num_free + len(size.order) + len(self._unowned) * size.per_extent
 
     def least_room(self, keys: Sequence[OffloadKey]) -> int:
         return min(map(self.room_for, {key[-4:]: key for key in keys}.values()))
@@ -94,7 +95,7 @@ class ExtentCache(HostCache):
         """
         if all(map(self.is_ready, keys)):
             return True
-        left = {size: size.num_free + len(size.order.policy) for size in self._sizes}
+        left = {size: size.num_free + len(size.order) for size in self._sizes}
         for key in keys:
             if key not in self.pinned:  # takes a slot, or is evictable but makes no room
                 left[self._size_of(key)] -= 1
@@ -106,8 +107,7 @@ class ExtentCache(HostCache):
     def busy_slots(self) -> int:
         """See :meth:`HostCache.busy_slots`; in rows."""
         return sum(
-            (size.num_extents * size.per_extent - size.num_free - len(size.order.policy))
-            * size.rows
+            (size.num_extents * size.per_extent - size.num_free - len(size.order)) * size.rows
             for size in self._sizes
         )
 
@@ -171,20 +171,20 @@ class ExtentCache(HostCache):
                 evicted.extend(gone)
             elif self._steal_for(size, kept, evicted):
                 pass
-            elif not self._give_way(count - size.num_free):
+            elif not self.give_way(count - size.num_free):
                 return
 
     def _evict_of(self, size: _Size, count: int, kept: frozenset[OffloadKey]) -> list[OffloadKey]:
         gone: list[OffloadKey] = []
         spared: list[OffloadKey] = []
         while len(gone) < count:
-            victims = cast(Sequence[OffloadKey], size.order.policy.victims(count - len(gone)))
+            victims = cast(Sequence[OffloadKey], size.order.victims(count - len(gone)))
             if not victims:
                 break
             for key in victims:
                 (spared if key in kept else gone).append(key)
         self._vacate(gone)
-        size.order.policy.add(spared)
+        size.order.add(spared)
         return gone
 
     def _vacate(self, keys: Sequence[OffloadKey]) -> None:
@@ -260,7 +260,7 @@ class ExtentCache(HostCache):
         spared: list[OffloadKey] = []
         try:
             for _ in range(STEAL_TRIES):
-                victims = cast(Sequence[OffloadKey], size.order.policy.victims(1))
+                victims = cast(Sequence[OffloadKey], size.order.victims(1))
                 if not victims:
                     return False
                 spared.extend(victims)
@@ -268,14 +268,14 @@ class ExtentCache(HostCache):
                 inside = self._evictable_in(size, extent, kept)
                 if inside is None:
                     continue
-                size.order.policy.remove([key for key in inside if key not in spared])
+                size.order.remove([key for key in inside if key not in spared])
                 spared = [key for key in spared if key not in inside]
                 self._vacate(inside)
                 evicted.extend(inside)
                 return True
             return False
         finally:
-            size.order.policy.add(spared)
+            size.order.add(spared)
 
     def _evictable_in(
         self, size: _Size, extent: int, kept: frozenset[OffloadKey]

@@ -20,6 +20,7 @@ from typing import Any, cast
 from kvoffload.messages import OffloadKey
 from kvoffload.offload.eviction_order import EvictionOrder
 from kvoffload.offload.job import forgotten
+from kvoffload.offload.orders_by_size import OrdersBySize
 from kvoffload.policies.base import Policy
 from kvoffload.policies.ordered_queue import compact
 from kvoffload.policies.return_order import ExpectedReturns
@@ -68,12 +69,14 @@ class HostCache:
         self._abandoned: dict[int, list[OffloadKey | None]] = {}
         self.turns: Counter[int] = Counter()
         """Slots that chunks of a load use one after the other: how many chunks have not ended."""
-        self.order = EvictionOrder(policy, num_slots)
-        """The order of the evictable chunks."""
         self.claims: dict[OffloadKey, Any] = {}
         """Chunks that are kept for requests in the queue, here or once they are; see
         :meth:`claim`. The value is the claimant's."""
-        self._give_way: Callable[[int], bool] = lambda count: False
+        self.order: EvictionOrder | OrdersBySize = EvictionOrder(policy, num_slots, self.claims)
+        """The order of the evictable chunks."""
+        self.give_way: Callable[[int], bool] = lambda count: False
+        """Asked for room when no chunk without a claim is left: ends the claims of so many chunks,
+        or of all that there are; False if there is none."""
         self.on_evicted: Callable[[Sequence[OffloadKey]], None] = lambda keys: None
         """Called with the chunks that :meth:`reserve` has evicted."""
         self._tenants: TenantShares | None = None
@@ -185,9 +188,9 @@ class HostCache:
         gone: list[OffloadKey] = []
         spared: dict[OffloadKey, int] = {}
         while len(gone) < count:
-            victims = cast(Sequence[OffloadKey], self.order.policy.victims(count - len(gone)))
+            victims = cast(Sequence[OffloadKey], self.order.victims(count - len(gone)))
             if not victims:
-                if self._give_way(count - len(gone)):
+                if self.give_way(count - len(gone)):
                     continue
                 break
             if kept and not kept.isdisjoint(victims):
@@ -266,7 +269,7 @@ class HostCache:
 
     def make_evictable(self, keys: Sequence[OffloadKey], slots: Sequence[int]) -> None:
         """Make chunks that are wholly in their slots loadable, the last one the most recent."""
-        self.order.policy.add(keys)
+        self.order.add(keys)
         self.evictable.update(zip(keys, slots, strict=True))
 
     def pin_all(self, keys: Sequence[OffloadKey]) -> list[int] | None:
@@ -281,7 +284,7 @@ class HostCache:
         pins = dict(zip(keys, slots, strict=True))
         if len(pins) < len(keys):
             return None
-        self.order.policy.remove(keys)
+        self.order.remove(keys)
         deque(map(self.evictable.pop, keys), maxlen=0)
         if self.pinned:
             self.pinned.update(pins)
@@ -303,7 +306,7 @@ class HostCache:
         if key in self.pinned:
             self._more_uses[key] = self._more_uses.get(key, 0) + 1
         else:
-            self.order.policy.remove((key,))
+            self.order.remove((key,))
             self.pinned[key] = self.evictable.pop(key)
         return self.pinned[key]
 
@@ -332,8 +335,8 @@ class HostCache:
     def put_in_order(self, keys: Iterable[OffloadKey]) -> None:
         """Move evictable chunks to the recent end, in the order given, without counting a use."""
         here = list(filter(self.evictable.__contains__, dict.fromkeys(keys)))
-        self.order.policy.remove(here)
-        self.order.policy.add(here)
+        self.order.remove(here)
+        self.order.add(here)
 
     @property
     def returns(self) -> ExpectedReturns:
@@ -370,16 +373,6 @@ class HostCache:
         return [] if shares is None else [shares.of.get(key, b"") for key in keys]
 
     # ---- claims ----
-
-    def allow_claims(self, give_way: Callable[[int], bool]) -> None:
-        """Make ready for :meth:`claim`, before the first chunk.
-
-        Args:
-            give_way: asked for room when no chunk without a claim is left: ends the claims of so
-                many chunks, or of all that there are; False if there is none.
-        """
-        self._give_way = give_way
-        self.order.allow_claims(self.claims)
 
     def claim(self, keys: Sequence[OffloadKey], claimant: object) -> None:
         """Keep chunks, here or once they are, out of the eviction order; none has a claim yet."""
@@ -420,7 +413,7 @@ class HostCache:
             users = 1 + self._more_uses.pop(key, 0)
             self._orphans[key] = _Orphan(self.pinned.pop(key), users)
         else:
-            self.order.policy.remove((key,))
+            self.order.remove((key,))
             self._put(self.evictable.pop(key))
         self._left((key,))
 
@@ -435,7 +428,7 @@ class HostCache:
             self.forget(key)
         self._free_evictable()
         self.evictable.clear()
-        self.order.policy.clear()
+        self.order.clear()
         self.claims.clear()
         if self._tenants is not None:
             self._tenants.clear()

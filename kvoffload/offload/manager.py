@@ -447,7 +447,7 @@ class TieredOffloadingManager(OffloadingManager):
             self._admission.see(keys, request_id(req_context))
         if req_context is not None and (req_context.kv_transfer_params or self.returns.are_told):
             self.returns.began(keys, self.hints(req_context), req_context.req_id)
-        self._host.order.policy.touch(keys[::-1])  # the head is the most recent
+        self._host.order.touch(keys[::-1])  # the head is the most recent
 
     # ---- the engine's queue ----
 

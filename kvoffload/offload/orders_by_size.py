@@ -1,6 +1,6 @@
 """The eviction orders of several sizes of chunks as one."""
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from kvoffload.offload.eviction_order import EvictionOrder
 from kvoffload.offload.priority import SHARE_ABOVE
@@ -16,41 +16,6 @@ def split(keys: Iterable[bytes], order_of: OrderOf) -> dict[EvictionOrder, list[
     for key in keys:
         by_order.setdefault(order_of(key), []).append(key)
     return by_order
-
-
-class _PolicyBySize:
-    def __init__(self, order_of: OrderOf, orders: Collection[EvictionOrder]) -> None:
-        self._order_of = order_of
-        self._orders = orders
-
-    def add(self, keys: Sequence[bytes]) -> None:
-        for order, mine in split(keys, self._order_of).items():
-            order.policy.add(mine)
-
-    def touch(self, keys: Sequence[bytes]) -> None:
-        for order, mine in split(keys, self._order_of).items():
-            order.policy.touch(mine)
-
-    def remove(self, keys: Sequence[bytes]) -> None:
-        for order, mine in split(keys, self._order_of).items():
-            order.policy.remove(mine)
-
-    def victims(self, count: int) -> Sequence[bytes]:
-        """Take victims from the largest order first; the cache itself asks each size's policy."""
-        taken: list[bytes] = []
-        for order in sorted(self._orders, key=lambda order: -len(order.policy)):
-            taken.extend(order.policy.victims(count - len(taken)))
-        return taken
-
-    def __len__(self) -> int:
-        return sum(len(order.policy) for order in self._orders)
-
-    def __contains__(self, key: object) -> bool:
-        return any(key in order.policy for order in self._orders)
-
-    def clear(self) -> None:
-        for order in self._orders:
-            order.policy.clear()
 
 
 class _ReturnsBySize:
@@ -77,8 +42,8 @@ class _ReturnsBySize:
         return any(claims.has_claim(claim) for claims in self._claims.values())
 
 
-class OrdersBySize(EvictionOrder):
-    """The orders of all sizes, which are asked as one.
+class OrdersBySize:
+    """The orders of all sizes, which are asked as one; a policy itself.
 
     Args:
         order_of: returns the order of a chunk's size.
@@ -87,14 +52,39 @@ class OrdersBySize(EvictionOrder):
     """
 
     def __init__(self, order_of: OrderOf, rows: Mapping[EvictionOrder, int], num_rows: int) -> None:
-        super().__init__(_PolicyBySize(order_of, rows.keys()), num_rows)
         self._order_of = order_of
         self._rows = rows
+        self._num_rows = num_rows
         self._by_return: ExpectedReturns | None = None
 
-    def allow_claims(self, claims: Collection[bytes]) -> None:
+    def add(self, keys: Sequence[bytes]) -> None:
+        for order, mine in split(keys, self._order_of).items():
+            order.add(mine)
+
+    def touch(self, keys: Sequence[bytes]) -> None:
+        for order, mine in split(keys, self._order_of).items():
+            order.touch(mine)
+
+    def remove(self, keys: Sequence[bytes]) -> None:
+        for order, mine in split(keys, self._order_of).items():
+            order.remove(mine)
+
+    def victims(self, count: int) -> Sequence[bytes]:
+        """Take victims from the largest order first; the cache itself asks the order of a size."""
+        taken: list[bytes] = []
+        for order in sorted(self._rows, key=lambda order: -len(order)):
+            taken.extend(order.victims(count - len(taken)))
+        return taken
+
+    def __len__(self) -> int:
+        return sum(map(len, self._rows))
+
+    def __contains__(self, key: object) -> bool:
+        return any(key in order for order in self._rows)
+
+    def clear(self) -> None:
         for order in self._rows:
-            order.allow_claims(claims)
+            order.clear()
 
     def keep(self, keys: Sequence[bytes]) -> None:
         for order, mine in split(keys, self._order_of).items():
@@ -111,7 +101,7 @@ class OrdersBySize(EvictionOrder):
 
     def _rows_left(self) -> int:
         above = sum(rows * order.num_above for order, rows in self._rows.items())
-        return max(0, int(self._capacity * SHARE_ABOVE) - above)
+        return max(0, int(self._num_rows * SHARE_ABOVE) - above)
 
     def forget(self, keys: Iterable[bytes]) -> None:
         for order, mine in split(keys, self._order_of).items():

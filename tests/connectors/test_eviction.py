@@ -45,7 +45,7 @@ def test_a_request_that_is_preempted_counts_as_used_once(connect, new_request):
         assert connector.get_num_new_matched_tokens(request, 0) == computed
     connector.after_forward(request, table, 32)
     connector.request_finished(request)
-    order = connector._manager._host.order.policy.normal
+    order = connector._manager._host.order.normal
     assert (len(order._once.keys), len(order._again.keys)) == (4, 0)
     use(connector, request)
     assert (len(order._once.keys), len(order._again.keys)) == (0, 4)
@@ -58,4 +58,4 @@ def test_a_preempted_request_that_is_not_admitted_again_leaves_nothing(connect, 
     connector.request_preempted(request)
     connector.request_finished(request)
     use(connector, request)
-    assert len(connector._manager._host.order.policy.normal._again.keys) == 4
+    assert len(connector._manager._host.order.normal._again.keys) == 4

@@ -166,4 +166,4 @@ def test_wrong_victims_are_not_evicted(engine, named):
 
 def test_policies_of_the_package_need_no_guard():
     host = make_host_cache("arc", 6, 1, ())
-    assert isinstance(host.order.policy, ARCPolicy)
+    assert isinstance(host.order.normal, ARCPolicy)

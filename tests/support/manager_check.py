@@ -17,7 +17,7 @@ def check(owner):
 
 
 def check_host(host):
-    idle, order = host.evictable, host.order.policy
+    idle, order = host.evictable, host.order
     uses = Counter(_uses(host))
     moving = {*host.incoming, *host.fetching}
     assert _slots_add_up(host, uses), "every slot is in exactly one place"
@@ -74,10 +74,7 @@ def _orders_leave_out(order, claimed):
     if isinstance(order, OrdersBySize):
         parts = split(claimed, order._order_of)
         return all(_orders_leave_out(each, parts.get(each, ())) for each in order._rows)
-    kept = order._kept
-    if kept is None:
-        return not claimed
-    return kept.num_kept == len(claimed) and not any(key in kept.normal for key in claimed)
+    return order.num_kept == len(claimed) and not any(key in order.normal for key in claimed)
 
 
 def marked(order):

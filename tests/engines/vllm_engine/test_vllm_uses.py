@@ -285,7 +285,7 @@ def test_both_connectors_tell_the_manager_the_same(both, new_request, policy):
                 for i, (name, in_gpu, steps) in enumerate(requests)
             ]
         )
-        states.append(state_of(engine.manager._host.order.policy.normal))
+        states.append(state_of(engine.manager._host.order.normal))
     assert found == [[0, 0, 40, 0, 28, 0, 0, 40]] * 2
     assert told[0] == told[1]
     assert [verb for verb, *_ in told[0]] == ["touch", "retire"] * len(requests)
@@ -313,7 +313,7 @@ def test_prompts_seen_once_count_as_seen_once(both, new_request):
     for engine in both(policy="arc"):
         for i in range(3):
             engine.run(new_request(f"p{i}", 20))
-        policy = engine.manager._host.order.policy.normal
+        policy = engine.manager._host.order.normal
         assert (len(policy._once.keys), len(policy._again.keys)) == (15, 0)
 
 
