@@ -6,7 +6,6 @@ runs, or keeps all that it may. They evict nothing that is kept for an earlier r
 store that lacks the room that they keep waits until they have ended, and none begins meanwhile.
 """
 
-from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from itertools import takewhile
 
@@ -66,8 +65,6 @@ class EarlyReads:
         self._jobs = jobs
         self._limit_bytes = min(host.capacity_bytes // PART, promises.share_bytes // 2)
         self._held_back_until_s = 0.0
-        self._kept_bytes: Counter[str] = Counter()
-        """Tier → host memory of its reads in flight, and of answered ones that may still write."""
         self._counts = figures.counter(QUEUE_CHUNKS, "read_early")
 
     def lacks_room(self) -> bool | None:
@@ -115,7 +112,7 @@ class EarlyReads:
                     if first_holder(key, tiers)[1] is False:
                         break
             return False
-        kept_bytes, most_bytes = self._kept_bytes[tier.name], self._most_bytes(tier)
+        kept_bytes, most_bytes = self._promises.early_bytes(tier.name), self._most_bytes(tier)
         room = min(most_bytes - kept_bytes, most_bytes // 2)
         if (kept_bytes and room <= 0) or not self._promises.may_read_early(tier.name):
             return False
@@ -175,7 +172,6 @@ class EarlyReads:
             request,
             self._stored_on(request.context),
         )
-        self._kept_bytes[tier.name] += num_bytes
         self._promises.keeps_early(tier.name, num_bytes)
         self._jobs.begin(job)
 
@@ -193,11 +189,9 @@ class EarlyReads:
         self._counts["read_early"] += len(arrived)
         self._queue.has_read(job.request, arrived)
         late_bytes = 0 if settled else job.num_bytes
-        self._kept_bytes[job.tier] -= job.num_bytes - late_bytes
         self._promises.keeps_early(job.tier, -job.num_bytes, late_bytes, any(ok))
         job.num_bytes = late_bytes
 
     def released(self, job: EarlyRead) -> None:
         """Take in that nothing writes to the slots of an answered read any more."""
-        self._kept_bytes[job.tier] -= job.num_bytes
         self._promises.keeps_early(job.tier, 0, -job.num_bytes)

@@ -6,7 +6,6 @@ A load waits while what the tier has yet to load fills too much of host memory.
 """
 
 import math
-import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -38,65 +37,53 @@ MAX_DECLINED = 4096
 """Requests whose declined tiers are remembered; more only if an engine never ends them."""
 
 
-class Rate:
-    """Tokens a second, over the last few samples, larger ones weighing more."""
+class Speed:
+    """How fast a tier loads bytes, or the engine computes tokens, by the recent samples.
 
-    def __init__(self) -> None:
-        self._tokens = 0.0
-        self._seconds = 0.0
-        self._samples = 0
-
-    def add(self, tokens: int, seconds: float) -> None:
-        """Add a sample."""
-        self._tokens = self._tokens * FORGET_PER_SAMPLE + tokens
-        self._seconds = self._seconds * FORGET_PER_SAMPLE + seconds
-        self._samples += 1
-
-    @property
-    def tokens_per_s(self) -> float | None:
-        """The rate; None if it is not known."""
-        if self._samples < MIN_SAMPLES or not self._seconds:
-            return None
-        return self._tokens / self._seconds
-
-
-class LoadTimes:
-    """How long a tier's loads take: a start, and a time per byte, fitted to the recent loads."""
+    A size takes a start and a time for each byte or token, fitted to the samples.
+    """
 
     def __init__(self) -> None:
         self._samples = 0
-        self._weight = self._bytes = self._seconds = 0.0
+        self._weight = self._sizes = self._seconds = 0.0
         self._squares = self._products = 0.0
         self._largest = 0.0
 
-    def add(self, num_bytes: float, seconds: float) -> None:
-        """Add a load."""
+    def add(self, size: float, seconds: float) -> None:
+        """Add a sample."""
         keep = FORGET_PER_SAMPLE
         self._samples += 1
         self._weight = self._weight * keep + 1
-        self._bytes = self._bytes * keep + num_bytes
+        self._sizes = self._sizes * keep + size
         self._seconds = self._seconds * keep + seconds
-        self._squares = self._squares * keep + num_bytes * num_bytes
-        self._products = self._products * keep + num_bytes * seconds
-        self._largest = max(num_bytes, self._largest * keep)
+        self._squares = self._squares * keep + size * size
+        self._products = self._products * keep + size * seconds
+        self._largest = max(size, self._largest * keep)
 
-    def seconds(self, num_bytes: int) -> float | None:
-        """Return how long a load takes; None if no recent load tells, nor one half as large."""
-        if self._samples < MIN_SAMPLES or not 0 < num_bytes <= 2 * self._largest:
+    @property
+    def per_s(self) -> float | None:
+        """Bytes or tokens a second, large samples weighing more; None if it is not known."""
+        if self._samples < MIN_SAMPLES or not self._seconds:
             return None
-        mean_bytes, mean_s = self._bytes / self._weight, self._seconds / self._weight
-        spread = self._squares / self._weight - mean_bytes**2
-        slope = per_byte = mean_s / mean_bytes
-        if spread > 1e-6 * mean_bytes**2:
-            slope = (self._products / self._weight - mean_bytes * mean_s) / spread
-        return mean_s + min(max(slope, 0.0), per_byte) * (num_bytes - mean_bytes)
+        return self._sizes / self._seconds
+
+    def seconds(self, size: int) -> float | None:
+        """Return how long a size takes; None if no recent sample tells, nor one half as large."""
+        if self._samples < MIN_SAMPLES or not 0 < size <= 2 * self._largest:
+            return None
+        mean_size, mean_s = self._sizes / self._weight, self._seconds / self._weight
+        spread = self._squares / self._weight - mean_size**2
+        slope = each_s = mean_s / mean_size
+        if spread > 1e-6 * mean_size**2:
+            slope = (self._products / self._weight - mean_size * mean_s) / spread
+        return mean_s + min(max(slope, 0.0), each_s) * (size - mean_size)
 
 
 @dataclass
 class _TierLoads:
     """The loads of one tier."""
 
-    times: LoadTimes = field(default_factory=LoadTimes)
+    speed: Speed = field(default_factory=Speed)
     in_flight: int = 0
     free_s: float = 0.0
     """When all that is in flight should have arrived."""
@@ -113,6 +100,8 @@ class _TierLoads:
     """Host memory that loads and early reads in flight keep."""
     late_bytes: int = 0
     """Host memory that answered loads and early reads keep: a late read may still write to it."""
+    early_bytes: int = 0
+    """What early reads keep of both: in flight, and late."""
 
     def wait_s(self, now_s: float) -> float:
         """Return how long a further load waits for those in flight."""
@@ -147,13 +136,12 @@ class Promises:
     A declined tier stays declined for its request, so that the next lookup answers alike.
 
     Args:
-        host: tells the sizes of chunks, and which are in host memory.
+        host: tells the sizes of chunks, and which are in host memory; its clock counts.
         tiers: returns the tiers that a request may load from.
         lookups: counts those that declined a tier, by tier and result.
         load_timeout_s: how long a load may wait for its first chunk.
         num_tiers: a tier's loads may keep an equal share of half of host memory; half, while it
             answers. The one load that goes beyond begins.
-        clock: seconds, monotonic.
     """
 
     def __init__(
@@ -163,14 +151,12 @@ class Promises:
         lookups: Counter[tuple[str, str]],
         load_timeout_s: float,
         num_tiers: int = 1,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._host = host
         self._tiers_of = tiers
         self._lookups = lookups
-        self._prefill = Rate()
+        self._prefill = Speed()
         self._load_timeout_s = load_timeout_s
-        self._clock = clock
         self._loads: defaultdict[str, _TierLoads] = defaultdict(_TierLoads)
         self._half = host.capacity_bytes // 2
         self.share_bytes = self._half // max(1, num_tiers)
@@ -187,16 +173,16 @@ class Promises:
 
     def samples(self) -> Iterator[Sample]:
         """Yield the speed at which the engine computes prompts, if it is known."""
-        if (speed := self._prefill.tokens_per_s) is not None:
-            yield PREFILL_RATE, (), speed
+        if (tokens_per_s := self._prefill.per_s) is not None:
+            yield PREFILL_RATE, (), tokens_per_s
 
     def begun(self, job: LoadJob) -> None:
         """Note a load that has begun."""
-        now_s = self._clock()
+        now_s = self._host.now_s()
         for fetch in job.spec.fetches:
             loads = self._loads[fetch.tier]
             num_bytes = self._host.bytes_of_all(fetch.keys)
-            seconds = loads.times.seconds(num_bytes) or 0.0
+            seconds = loads.speed.seconds(num_bytes) or 0.0
             takes_turns = bool(self._host.turns)
             kept_bytes = self._kept(job.spec, fetch, {*fetch.keys}) if takes_turns else num_bytes
             job.reads[fetch.tier] = Read(num_bytes, seconds, kept_bytes)
@@ -213,7 +199,7 @@ class Promises:
         The job says how long it took. One that brought nothing tells nothing, nor does one that
         ended at its deadline.
         """
-        now_s, arrived = self._clock(), sum(job.ok) / max(1, len(job.ok))
+        now_s, arrived = self._host.now_s(), sum(job.ok) / max(1, len(job.ok))
         for name, (num_bytes, expected_s, kept_bytes) in job.reads.items():
             loads = self._loads[name]
             loads.in_flight -= 1
@@ -228,8 +214,8 @@ class Promises:
             loads.answered_s = now_s
             if job.seconds > 0:
                 if loads.is_probing and 2 * busy_s < expected_s:
-                    loads.times = LoadTimes()
-                loads.times.add(num_bytes * arrived, busy_s)
+                    loads.speed = Speed()
+                loads.speed.add(num_bytes * arrived, busy_s)
         job.reads.clear()
         for fetch in job.spec.fetches if late else ():
             num_bytes = self._kept(job.spec, fetch, frozenset(late))
@@ -255,13 +241,17 @@ class Promises:
             return True
         return not loads.in_flight and loads.flying_bytes + loads.late_bytes < self.share_bytes
 
+    def early_bytes(self, tier: str) -> int:
+        """Return the host memory that a tier's early reads keep, late ones included."""
+        return loads.early_bytes if (loads := self._loads.get(tier)) else 0
+
     def hangs(self, tier: Tier) -> bool:
         """Whether reads of a tier go on that were given up at their deadline."""
         return (loads := self._loads.get(tier.name)) is not None and loads.late_bytes > 0
 
     def read_s(self, tier: str, num_bytes: int) -> float | None:
         """Return how long reading so many bytes takes by the last loads; None if unknown."""
-        return loads.times.seconds(num_bytes) if (loads := self._loads.get(tier)) else None
+        return loads.speed.seconds(num_bytes) if (loads := self._loads.get(tier)) else None
 
     def keeps_early(
         self, tier: str, flying_bytes: int, late_bytes: int = 0, has_arrived: bool = False
@@ -277,8 +267,9 @@ class Promises:
         loads = self._loads[tier]
         loads.flying_bytes += flying_bytes
         loads.late_bytes += late_bytes
+        loads.early_bytes += flying_bytes + late_bytes
         if has_arrived:
-            loads.answered_s = self._clock()
+            loads.answered_s = self._host.now_s()
 
     # ---- decisions ----
 
@@ -323,7 +314,7 @@ class Promises:
 
     def _reason(self, tier: Tier, num_bytes: int, num_tokens: float) -> str:
         """Return why a load from a tier is declined; "" if it is promised."""
-        loads, now_s = self._loads.get(tier.name), self._clock()
+        loads, now_s = self._loads.get(tier.name), self._host.now_s()
         if loads is None:
             return ""
         if loads.late_bytes >= self.share_bytes:
@@ -333,7 +324,7 @@ class Promises:
         wait_s = loads.wait_s(now_s)
         if wait_s > self._load_timeout_s:
             return NOT_IN_TIME
-        load_s, tokens_per_s = loads.times.seconds(num_bytes), self._prefill.tokens_per_s
+        load_s, tokens_per_s = loads.speed.seconds(num_bytes), self._prefill.per_s
         if load_s is None or tokens_per_s is None:
             return ""
         return TOO_SLOW if wait_s + load_s > max(LEAST_S, num_tokens / tokens_per_s) else ""
@@ -361,7 +352,7 @@ class Promises:
         if host.busy_slots == host.num_slots:
             return False  # nothing has room, from whichever tier
         kept_bytes = loads.flying_bytes + loads.late_bytes
-        if self._clock() <= loads.answered_s + self._load_timeout_s:
+        if self._host.now_s() <= loads.answered_s + self._load_timeout_s:
             return kept_bytes > self._half
         return kept_bytes >= self.share_bytes
 

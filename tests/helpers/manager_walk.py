@@ -68,7 +68,6 @@ class Walk(ManagerTruth):
         self.now_s = 0.0
         host.now_s = lambda: self.now_s
         self.used = {}
-        self.manager.promises._clock = lambda: self.now_s
         self.manager._early._limit_bytes = 4 * host.slot_bytes  # or it is less than a chunk
         self.threshold = threshold
         self.seen = {key: set() for prompt in KEYS for key in prompt}
@@ -459,5 +458,5 @@ class Walk(ManagerTruth):
         assert not len(self.manager._jobs)
         assert not any(loads.late_bytes for loads in self.manager.promises._loads.values())
         assert not any(self.manager._write_through._kept_bytes.values())
-        assert not any(self.manager._early._kept_bytes.values())
+        assert not any(loads.early_bytes for loads in self.manager.promises._loads.values())
         assert not any(loads.flying_bytes for loads in self.manager.promises._loads.values())

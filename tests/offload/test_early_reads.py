@@ -495,7 +495,7 @@ def test_a_fast_tier_reads_more_at_once(monkeypatch):
     jobs = early_in_flight(manager, a)
     assert [len(job.keys) for job in jobs] == [2, 2]
     end_all(manager, jobs)
-    times = manager.promises._loads["tier0"].times
+    speed = manager.promises._loads["tier0"].speed
     for _ in range(4):
-        times.add(4, 0.08)
+        speed.add(4, 0.08)
     assert [len(job.keys) for job in step(manager)] == [5, 5]

@@ -102,7 +102,7 @@ def test_loads_that_hang_keep_half_of_host_memory_and_then_their_tier_is_decline
     prompts = [keys(f"{i}", 3) for i in range(10)]
     manager = new_manager(16, [Store(chain(*prompts))], load_timeout_s=5.0)
     now_s = 100.0
-    manager.promises._clock = lambda: now_s
+    manager._host.now_s = lambda: now_s
     hung = []
     for i, prompt in enumerate(prompts):
         hits, context = promised(manager, prompt, f"r{i}")
@@ -190,7 +190,7 @@ def test_a_tier_that_answered_and_then_hangs_keeps_half_and_the_load_that_goes_b
     prompts = [keys(f"{i}", 3) for i in range(10)]
     manager = new_manager(16, [Store(chain(*prompts)), Store()], promote=False, load_timeout_s=5.0)
     now_s = 100.0
-    manager.promises._clock = lambda: now_s
+    manager._host.now_s = lambda: now_s
     (first,), _ = begin(manager, prompts[:1])
     first.ok, first.seconds = (True,) * 3, 0.1
     manager.complete(first, [True] * 3)

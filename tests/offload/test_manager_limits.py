@@ -13,22 +13,22 @@ from kvoffload.offload.admission import AdmissionFilter
 from kvoffload.offload.base import Reason, ReqContext
 from kvoffload.offload.events import MissReasons
 from kvoffload.offload.hints import NO_HINTS, HintReader
-from kvoffload.offload.promises import Rate
+from kvoffload.offload.promises import Speed
 from kvoffload.offload.tiers import Tier, first_holder
 
 # ---- rates ---------------------------------------------------------------------------------------
 
 
 def test_a_rate_is_known_after_four_samples_and_forgets_a_fifth_with_each():
-    rate = Rate()
+    rate = Speed()
     for known in (False, False, False, True):
-        assert rate.tokens_per_s is None
+        assert rate.per_s is None
         rate.add(100, 1.0)
-        assert (rate.tokens_per_s is not None) is known
-    assert rate.tokens_per_s == pytest.approx(100)
+        assert (rate.per_s is not None) is known
+    assert rate.per_s == pytest.approx(100)
     rate.add(1000, 1.0)
     weight = sum(0.8**i for i in range(1, 5))
-    assert rate.tokens_per_s == pytest.approx((100 * weight + 1000) / (weight + 1))
+    assert rate.per_s == pytest.approx((100 * weight + 1000) / (weight + 1))
 
 
 def test_a_step_without_tokens_or_time_is_no_sample_of_speed():

@@ -5,7 +5,7 @@ from manager_parts import Store, keys, new_manager, put
 
 from kvoffload.offload import promises
 from kvoffload.offload.base import ReqContext
-from kvoffload.offload.promises import LEAST_S, PROBE_DECLINES, PROBE_S, LoadTimes
+from kvoffload.offload.promises import LEAST_S, PROBE_DECLINES, PROBE_S, Speed
 
 MIB = 1 << 20
 TOKENS = 16
@@ -20,7 +20,7 @@ class Engine:
             slots, self.stores, slot_bytes=MIB, load_timeout_s=timeout_s, promote=False
         )
         self.now_s = 100.0
-        self.manager.promises._clock = lambda: self.now_s
+        self.manager._host.now_s = lambda: self.now_s
         self.requests = 0
 
     def context(self):
@@ -242,7 +242,7 @@ def test_a_load_that_fails_or_stalls_does_not_tell_how_fast_a_tier_is():
 
 @pytest.mark.parametrize("large", [10, 1000])
 def test_a_time_is_fitted_to_a_start_and_a_time_per_byte(large):
-    times = LoadTimes()
+    times = Speed()
     for _ in range(4):
         assert times.seconds(large * MIB) is None
         times.add(MIB, 0.005 + 0.001)
@@ -255,12 +255,12 @@ def test_a_time_is_fitted_to_a_start_and_a_time_per_byte(large):
 
 
 def test_a_fit_to_odd_samples_stays_sound():
-    times = LoadTimes()
+    times = Speed()
     for _ in range(4):
         times.add(MIB, 2.0)
         times.add(4 * MIB, 1.0)  # larger and faster: the host was busy
     assert 1.0 < times.seconds(4 * MIB) < 2.0
-    stuck = LoadTimes()
+    stuck = Speed()
     for _ in range(5):
         stuck.add(0, 5.0)
     assert stuck.seconds(MIB) is None

@@ -27,7 +27,6 @@ class Engine:
         on_tier = Store([key for prompt in self.prompts for key in prompt])
         settings = {"max_persisting_slots": 0, "waiting_share": share}
         self.manager = new_manager(7 * CHUNKS, [on_tier], **settings)
-        self.manager.promises._clock = lambda: clock[0]
         self.read_s, self.num_tokens = read_s, num_tokens
         self.in_flight, self.tier_free_s = [], 0.0
         for prompt, context in zip(self.prompts, self.contexts, strict=True):

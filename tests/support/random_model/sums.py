@@ -67,9 +67,8 @@ def tables(connector):
     for tier, waiting in writes._waiting.items():
         found[f"bytes kept for {tier.name}"] = range(writes._kept_bytes[tier.name])
         found[f"waiting for {tier.name}"] = waiting
-    for name, num_bytes in manager._early._kept_bytes.items():
-        found[f"bytes of early reads from {name}"] = range(num_bytes)
     for name, loads in promises._loads.items():
+        found[f"bytes of early reads from {name}"] = range(loads.early_bytes)
         found[f"late bytes of {name}"] = range(loads.late_bytes)
         found[f"bytes in flight from {name}"] = range(loads.flying_bytes)
         found[f"loads in flight from {name}"] = range(loads.in_flight)
