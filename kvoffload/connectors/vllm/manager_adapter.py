@@ -46,10 +46,26 @@ _ANSWERS = {True: LookupResult.HIT, False: LookupResult.MISS, None: LookupResult
 
 
 @dataclass
-class _Named:
-    """Chunks that the loads and stores of one request named; vLLM keeps it with the request."""
+class RequestNotes:
+    """What our half notes of a request; vLLM keeps it with the request."""
 
+    context: ReqContext
+    is_kept_out: bool = False
+    """Whether nothing is loaded for it, and nothing of it is stored."""
     keys: dict[OffloadKey, None] = field(default_factory=dict)
+    """The chunks that its loads and stores named."""
+    was_answered: bool = False
+    """Whether a lookup of it has ended."""
+    num_failed_loads: int = 0
+
+
+def notes_of(req_context: VllmContext) -> RequestNotes:
+    """Return the notes of a request; one that was not noted before has no salt."""
+    notes: RequestNotes | None = req_context.get_state(RequestNotes)
+    if notes is None:
+        notes = RequestNotes(our_context(req_context))
+        req_context.set_state(notes)
+    return notes
 
 
 class ManagerAdapter(VllmManager):  # type: ignore[misc]  # untyped base
@@ -82,8 +98,6 @@ class ManagerAdapter(VllmManager):  # type: ignore[misc]  # untyped base
         """For each request, chunks of this step that may be offered again; taken by the owner."""
         self.unplaced: dict[str, tuple[OffloadKey, ...]] = {}
         """The same, where none of its chunks found room; they are counted as refused."""
-        self._kept_out: set[str] = set()
-        self._tenants: dict[str, bytes] = {}
         self._refused_wishes: set[str] = set()
 
     def attach(self, manager: Manager, num_slots: int) -> None:
@@ -95,17 +109,11 @@ class ManagerAdapter(VllmManager):  # type: ignore[misc]  # untyped base
         self._uses = UseCounter(manager)
         self._num_slots = num_slots
 
-    def keep_out(self, req_id: str) -> None:
-        """Load nothing for a request and store nothing of it, until it ends."""
-        self._kept_out.add(req_id)
-        self.events["requests_not_trusted"] += 1
-
-    def has_salt(self, req_id: str, salt: str) -> None:
-        """Note whose request it is, until it ends."""
-        self._tenants[req_id] = tenant_id(salt)
-
-    def _context(self, req_context: VllmContext) -> ReqContext:
-        return our_context(req_context, self._tenants.get(req_context.req_id, b""))
+    def note_request(self, req_context: VllmContext, salt: str | None, is_trusted: bool) -> None:
+        """Note whose a request is, and whether it is kept out of all tiers."""
+        context = our_context(req_context, tenant_id(salt))
+        req_context.set_state(RequestNotes(context, is_kept_out=not is_trusted))
+        self.events["requests_not_trusted"] += not is_trusted
 
     def ignore_hint(self) -> None:
         """Count a wish of a request that is malformed."""
@@ -140,26 +148,26 @@ class ManagerAdapter(VllmManager):  # type: ignore[misc]  # untyped base
 
     def lookup(self, key: OffloadKey, req_context: VllmContext) -> LookupResult:
         """See vLLM; RETRY never lasts beyond the lookup deadline of the tiers."""
-        if req_context.req_id in self._kept_out:
+        if notes_of(req_context).is_kept_out:
             return LookupResult.MISS
         if not self._num_slots:
             return LookupResult.RETRY
-        return _ANSWERS[self.manager.lookup(key, self._context(req_context))]
+        return _ANSWERS[self.manager.lookup(key, notes_of(req_context).context)]
 
     def lookup_prefix(
         self, keys: Sequence[OffloadKey], req_context: VllmContext
     ) -> tuple[int, bool]:
-        if req_context.req_id in self._kept_out:
+        if notes_of(req_context).is_kept_out:
             return 0, False
         if not self._num_slots:
             return 0, bool(keys)
-        return self.manager.lookup_prefix(keys, self._context(req_context))
+        return self.manager.lookup_prefix(keys, notes_of(req_context).context)
 
     def is_worth_loading(
         self, keys: Sequence[OffloadKey], num_tokens: int, req_context: VllmContext
     ) -> bool:
         promises = self.manager.promises
-        return promises.is_worth_loading(keys, num_tokens, self._context(req_context))
+        return promises.is_worth_loading(keys, num_tokens, notes_of(req_context).context)
 
     def computed(self, num_tokens: int, seconds: float) -> None:
         """Note how long the engine took to compute tokens of prompts."""
@@ -169,12 +177,12 @@ class ManagerAdapter(VllmManager):  # type: ignore[misc]  # untyped base
         """Return what a request asks for."""
         if not self._num_slots:
             return NO_HINTS  # which may be used, and the names of tiers, are known later
-        return self.manager.hints(self._context(req_context))
+        return self.manager.hints(notes_of(req_context).context)
 
     def explain(self, keys: Sequence[OffloadKey], req_context: VllmContext) -> list[str]:
-        if req_context.req_id in self._kept_out:
+        if notes_of(req_context).is_kept_out:
             return ["not_trusted"] * len(keys)
-        return self.manager.explain(keys, self._context(req_context))
+        return self.manager.explain(keys, notes_of(req_context).context)
 
     def get_load_source(self, key: OffloadKey, req_context: VllmContext) -> CacheHitSource:
         """Name the tier a chunk of the load just prepared comes from."""
@@ -193,8 +201,8 @@ class ManagerAdapter(VllmManager):  # type: ignore[misc]  # untyped base
         was_preempted: bool = False,
     ) -> None:
         """Keep what a request that waits will load; see :meth:`Manager.request_queued`."""
-        if req_context.req_id not in self._kept_out:
-            self.manager.request_queued(list_keys, self._context(req_context), was_preempted)
+        if not notes_of(req_context).is_kept_out:
+            self.manager.request_queued(list_keys, notes_of(req_context).context, was_preempted)
 
     def request_answered(self, req_id: str, is_pending: bool) -> None:
         """See :meth:`Manager.request_answered`."""
@@ -217,7 +225,7 @@ class ManagerAdapter(VllmManager):  # type: ignore[misc]  # untyped base
         """See vLLM; the spec may cover only the leading keys."""
         wanted = list(keys)
         self._count_use(wanted, req_context, wanted)
-        job = self.manager.begin_load(wanted, self._context(req_context))
+        job = self.manager.begin_load(wanted, notes_of(req_context).context)
         self.changes += 1
         self._media = dict(zip(job.keys, job.media(), strict=True))
         self._jobs[job.id] = job
@@ -226,12 +234,12 @@ class ManagerAdapter(VllmManager):  # type: ignore[misc]  # untyped base
     def prepare_store(
         self, keys: Collection[OffloadKey], req_context: VllmContext
     ) -> VllmStoreOutput:
-        if req_context.req_id in self._kept_out:
+        if notes_of(req_context).is_kept_out:
             return VllmStoreOutput([], CPULoadStoreSpec(()), [])  # None would be offered again
         wanted, output = list(keys), None
         if self._num_slots:  # else all are offered again, and none counts as lost
             self._count_use(wanted, req_context)
-            output = self.manager.prepare_store(wanted, self._context(req_context))
+            output = self.manager.prepare_store(wanted, notes_of(req_context).context)
         if output is None:  # vLLM would log a line a request and step
             self.unplaced[req_context.req_id] = tuple(wanted)
             return VllmStoreOutput([], CPULoadStoreSpec(()), [])
@@ -253,11 +261,8 @@ class ManagerAdapter(VllmManager):  # type: ignore[misc]  # untyped base
         loaded: Sequence[OffloadKey] = (),
     ) -> None:
         """Count a request before room is made for what its first load or store names."""
-        self._uses.count(self._context(req_context), lambda: self._in_order(loaded, req_context))
-        state = req_context.get_state(_Named)
-        if state is None:
-            req_context.set_state(state := _Named())
-        state.keys.update(dict.fromkeys(named))
+        self._uses.count(notes_of(req_context).context, lambda: self._in_order(loaded, req_context))
+        notes_of(req_context).keys.update(dict.fromkeys(named))
 
     def _in_order(self, named: Iterable[OffloadKey], req_context: VllmContext) -> list[OffloadKey]:
         """Return these chunks of a request and those of full attention, from head to tail."""
@@ -267,13 +272,9 @@ class ManagerAdapter(VllmManager):  # type: ignore[misc]  # untyped base
 
     def on_request_finished(self, req_context: VllmContext) -> None:
         """Let the tail of a request's chunks leave before their head; does not count as a use."""
-        context = self._context(req_context)
-        self._tenants.pop(req_context.req_id, None)
-        self._kept_out.discard(req_context.req_id)  # it did not count: it neither loads nor stores
-        if not self._num_slots:
-            return
-        named = req_context.get_state(_Named) or _Named()
-        self._uses.end(context, lambda: self._in_order(named.keys, req_context))
+        if self._num_slots:
+            notes = notes_of(req_context)
+            self._uses.end(notes.context, lambda: self._in_order(notes.keys, req_context))
 
     def drop_events(self) -> None:
         """Forget the events: vLLM publishes none, and a message a chunk takes long to make."""

@@ -9,7 +9,6 @@ answers.
 import itertools
 import logging
 import time
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -28,7 +27,7 @@ from kvoffload.connectors.vllm import withheld_stores
 from kvoffload.connectors.vllm.client_requests import ClientParams, ExplainedRequests, is_trusted
 from kvoffload.connectors.vllm.engine_metrics import hit_tokens
 from kvoffload.connectors.vllm.engine_weights import Generations, is_told
-from kvoffload.connectors.vllm.manager_adapter import ManagerAdapter
+from kvoffload.connectors.vllm.manager_adapter import ManagerAdapter, notes_of
 from kvoffload.connectors.vllm.operators import Operators
 from kvoffload.connectors.vllm.quiet_steps import DueRequests, StepMeter, has_orders
 from kvoffload.connectors.vllm.rank_tiers import RankTiers
@@ -83,10 +82,8 @@ class KVOffloadScheduler(OffloadingConnectorScheduler):  # type: ignore[misc]  #
         self._awaits_reports = False
         """Until the next step: the stores may have changed in a time without reports."""
         self._meter = StepMeter(self.adapter.computed)
-        self._failed_loads: Counter[str] = Counter()
         self._explained = ExplainedRequests(self.adapter.explain)
         self._log = RequestLog(settings.record, self.config.kv_group_configs[0].tokens_per_chunk)
-        self._logged: set[str] = set()
         takes_sessions = "session" in settings.client_hints
         self._params = ClientParams(self.adapter.ignore_hint, takes_sessions)
         self._due = DueRequests(self.config)
@@ -145,15 +142,13 @@ class KVOffloadScheduler(OffloadingConnectorScheduler):  # type: ignore[misc]  #
     def on_new_request(self, request: Any) -> None:
         """See vLLM; a request whose hashes do not tell its content stays out of all tiers."""
         request.kv_transfer_params = self._params.of(request)
-        if not (is_told(request) and is_trusted(request, self.settings, self._vllm_config)):
-            self.adapter.keep_out(request.request_id)
-        if request.cache_salt:
-            self.adapter.has_salt(request.request_id, request.cache_salt)
         if not self._req_status and self.tiers.are_listed:
             self._awaits_reports |= time.monotonic() - self._stepped_s > IDLE_S
         super().on_new_request(request)
-        status = self._req_status.get(request.request_id)
-        if status is not None and not self.waits_for_workers:  # else when it has met them
+        status = self._req_status[request.request_id]
+        trusts = is_told(request) and is_trusted(request, self.settings, self._vllm_config)
+        self.adapter.note_request(status.req_context, request.cache_salt, trusts)
+        if not self.waits_for_workers:  # else when it has met them
             self._queue(status)
 
     def _queue(self, status: Any, was_preempted: bool = False) -> None:
@@ -186,9 +181,10 @@ class KVOffloadScheduler(OffloadingConnectorScheduler):  # type: ignore[misc]  #
         """See vLLM; answers "ask again" for a bounded time, or while another request loads."""
         if self._awaits_reports:
             return None, False
-        if self._spans is not None and request.request_id not in self._logged:
-            self._spans.lookup_began(request.request_id)
         status = self._req_status[request.request_id]
+        notes = notes_of(status.req_context)
+        if self._spans is not None and not notes.was_answered:
+            self._spans.lookup_began(request.request_id)
         hints = self.adapter.hints(status.req_context)
         if (wished := hints.max_load_tokens) is not None:
             wanted = wished if max_num_new_tokens is None else min(wished, max_num_new_tokens)
@@ -198,7 +194,7 @@ class KVOffloadScheduler(OffloadingConnectorScheduler):  # type: ignore[misc]  #
         while found and not self._is_worth_loading(status, num_computed_tokens, found):
             found, is_async = self._find(request, num_computed_tokens, max_num_new_tokens)
         if found != 0:
-            if self._failed_loads[request.request_id] >= MAX_FAILED_LOADS:
+            if notes.num_failed_loads >= MAX_FAILED_LOADS:
                 # The stores promised these chunks twice and failed.
                 found = None if status.transfer_jobs else 0
             elif found is None and self._waited_long(request):
@@ -230,10 +226,10 @@ class KVOffloadScheduler(OffloadingConnectorScheduler):  # type: ignore[misc]  #
         return self.adapter.is_worth_loading(keys, found, status.req_context)
 
     def _note_first_look(self, status: Any, explain: bool, found: int) -> None:
-        req_id = status.req.request_id
-        if req_id in self._logged:
+        req_id, notes = status.req.request_id, notes_of(status.req_context)
+        if notes.was_answered:
             return  # preempted since, or a load of it failed
-        self._logged.add(req_id)
+        notes.was_answered = True
         if self._spans is not None:
             self._spans.lookup_ended(req_id, found)
         self._log.asked_for(status.group_states[0].offload_keys)
@@ -300,7 +296,6 @@ class KVOffloadScheduler(OffloadingConnectorScheduler):  # type: ignore[misc]  #
         """See vLLM; the result goes out with the request's output."""
         delayed, params = super().request_finished(request)
         self.adapter.request_admitted(request.request_id)  # vLLM's half ends it a step later
-        self._logged.discard(request.request_id)
         return delayed, self._explained.finish(request.request_id, params)
 
     # ---- every step ----
@@ -345,8 +340,6 @@ class KVOffloadScheduler(OffloadingConnectorScheduler):  # type: ignore[misc]  #
         orders.awaited = waiting.needed.take()
         orders.returns = manager.returns.take_told()
         orders.asks_workers = self.waits_for_workers
-        for req_id in scheduler_output.finished_req_ids or ():
-            self._failed_loads.pop(req_id, None)
         return orders
 
     def _build_store_jobs(self, scheduler_output: Any) -> Any:
@@ -421,7 +414,7 @@ class KVOffloadScheduler(OffloadingConnectorScheduler):  # type: ignore[misc]  #
             req_id = job.context.req_id if job.context else ""
             status = self._req_status.get(req_id)
             if status is not None and not status.finished_signaled:
-                self._failed_loads[req_id] += 1
+                notes_of(status.req_context).num_failed_loads += 1
                 self._explained.load_failed(req_id, job)
                 withheld_stores.offer_lost(self, status)
 

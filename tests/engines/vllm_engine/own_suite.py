@@ -36,6 +36,9 @@ class _Mocked:
     def is_worth_loading(self, keys, num_tokens, context):
         return True
 
+    def note_request(self, context, salt, is_trusted):
+        pass
+
     def hints(self, context):
         return NO_HINTS
 

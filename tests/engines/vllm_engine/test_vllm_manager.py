@@ -156,7 +156,7 @@ def test_every_metric_emitted_was_declared(manager):
 
 def test_what_was_counted_before_the_manager_came_is_counted_on(manager):
     adapter = ManagerAdapter()
-    adapter.keep_out("r")
+    adapter.note_request(ReqContext("r"), None, False)
     adapter.attach(manager, 4)
     adapter.ignore_hint()
     assert (manager.counters["requests_not_trusted"], manager.counters["hints_ignored"]) == (1, 1)
@@ -171,9 +171,9 @@ def test_a_salt_names_the_tenant_of_a_requests_chunks_until_it_ends():
     adapter.attach(TieredOffloadingManager(host), 4)
     request = SimpleNamespace(request_id="r", kv_transfer_params={}, kv_hints=None)
     context = _create_req_context(request)
-    adapter.has_salt("r", "a salt")
+    adapter.note_request(context, "a salt", True)
     adapter.prepare_store(KEYS[:2], context)
     assert tenants.of == dict.fromkeys(KEYS[:2], tenant_id("a salt"))
     adapter.on_request_finished(context)
-    adapter.prepare_store(KEYS[2:3], context)
+    adapter.prepare_store(KEYS[2:3], _create_req_context(request))
     assert tenants.of[KEYS[2]] == b""

@@ -248,24 +248,24 @@ def test_a_death_of_the_io_process_in_the_queue_leaves_nothing(alone):
     at_rest(rig)
 
 
-def is_kept_out(half, request):
-    """As one with images, or with another wish."""
-    half.adapter.keep_out(request.request_id)
+def has_an_image(request):
+    """Without a salt it stays out of all tiers."""
+    request.mm_features = [object()]
 
 
-def reads_no_cache(half, request):
+def reads_no_cache(request):
     """Prompts whose logprobs are asked for are computed whole, as those of some pooling models."""
     request.skip_reading_prefix_cache = True
 
 
-@pytest.mark.parametrize("become", [is_kept_out, reads_no_cache])
+@pytest.mark.parametrize("become", [has_an_image, reads_no_cache])
 def test_a_request_that_loads_nothing_keeps_nothing(alone, become):
     rig = filled(alone, 7 * CHUNKS)
     rig.add(prompt(0), 8)
     request = rig.add(prompt(1), 8)
     half = rig.scheduler.connector.connector_scheduler
     half.adapter.request_admitted(request.request_id)
-    become(half, request)
+    become(request)
     half.on_new_request(request)
     assert manager_of(rig).waiting.requests.get(request.request_id) is None
 

@@ -301,12 +301,15 @@ def test_after_an_idle_time_the_first_lookup_waits_one_step_for_the_reports(
     request = types.SimpleNamespace(
         request_id="n", lora_request=None, mm_features=[], kv_transfer_params=None, cache_salt=None
     )
-    monkeypatch.setattr(vllms, "on_new_request", lambda half, request: None)
+    request.skip_reading_prefix_cache = True
+    status = types.SimpleNamespace(req=request, req_context=ReqContext("n"))
+    new = {"n": status}.items()
+    monkeypatch.setattr(vllms, "on_new_request", lambda half, _: half._req_status.update(new))
     monkeypatch.setattr(
         vllms, "build_connector_meta", lambda half, output: StepMetadata({}, {}, set())
     )
     half = half_of([worker(0)], monkeypatch, cpu_bytes=16384, backends=backends)
-    half._req_status, half._table = others, None
+    half._req_status, half._table = dict(others), None
     half._stepped_s = time.monotonic() - idle_s
     half.on_new_request(request)
     assert half._awaits_reports is waits
