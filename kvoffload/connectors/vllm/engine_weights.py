@@ -20,13 +20,14 @@ import os
 import threading
 import time
 import uuid
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from functools import wraps
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from kvoffload.connectors.configuration import names
 from kvoffload.connectors.hf_config import names_other_weights
+from kvoffload.connectors.vllm.start import hook
 from kvoffload.connectors.weights import adapter_digest, changes_of, was_changed, weights_identity
 from kvoffload.identity import Fact
 
@@ -143,44 +144,41 @@ HARMLESS_CALLS = names(
 """Calls to vLLM's workers that change no weight; any other may."""
 
 
-_OURS = "_kvoffload_watches"
-
-
 def watch_weights() -> None:
     """Let the engine tell its connectors of calls that may change weights. Idempotent."""
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.engine.core import EngineCore
 
-    call, reset = EngineCore.collective_rpc, Scheduler.reset_prefix_cache
-    if hasattr(call, _OURS):  # and not __wrapped__: another plug-in may have wrapped it
-        return
+    hook(EngineCore, "collective_rpc", _around_call)
+    hook(Scheduler, "reset_prefix_cache", _around_reset)
 
-    @wraps(call)
-    def collective_rpc(core: Any, method: Any, *args: Any, **kwargs: Any) -> Any:
-        try:
-            return call(core, method, *args, **kwargs)
-        finally:  # a call that failed may have changed some
-            name = method if isinstance(method, str) else getattr(method, "__name__", "code")
-            if name not in HARMLESS_CALLS or not isinstance(method, str):
-                for connector in our_connectors(getattr(core, "scheduler", None)):
-                    connector.weights_may_have_changed(name)
 
-    @wraps(reset)
-    def reset_prefix_cache(
-        scheduler: Any, reset_running_requests: bool = False, reset_connector: bool = False
-    ) -> Any:
-        # What was computed between the update and this reset may depend on older KV.
-        generations = [connector.scheduler.generations for connector in our_connectors(scheduler)]
-        reset_connector |= any(each.has_new_weights for each in generations)
-        done = reset(scheduler, reset_running_requests, reset_connector)
-        if done:
-            for each in generations:
-                each.has_new_weights = False
-        return done
+def _around_call(
+    call: Callable[..., Any], core: Any, method: Any, *args: Any, **kwargs: Any
+) -> Any:
+    try:
+        return call(core, method, *args, **kwargs)
+    finally:  # a call that failed may have changed some
+        name = method if isinstance(method, str) else getattr(method, "__name__", "code")
+        if name not in HARMLESS_CALLS or not isinstance(method, str):
+            for connector in our_connectors(getattr(core, "scheduler", None)):
+                connector.weights_may_have_changed(name)
 
-    setattr(collective_rpc, _OURS, True)
-    EngineCore.collective_rpc = collective_rpc
-    Scheduler.reset_prefix_cache = reset_prefix_cache
+
+def _around_reset(
+    reset: Callable[..., Any],
+    scheduler: Any,
+    reset_running_requests: bool = False,
+    reset_connector: bool = False,
+) -> Any:
+    # What was computed between the update and this reset may depend on older KV.
+    generations = [connector.scheduler.generations for connector in our_connectors(scheduler)]
+    reset_connector |= any(each.has_new_weights for each in generations)
+    done = reset(scheduler, reset_running_requests, reset_connector)
+    if done:
+        for each in generations:
+            each.has_new_weights = False
+    return done
 
 
 class Updates:
@@ -193,18 +191,13 @@ class Updates:
         """Count the calls of one model's class from now on. Idempotent."""
         from vllm.model_executor.model_loader.utils import get_model_cls
 
-        kind: Any = get_model_cls(model_config)
-        load = getattr(kind, "load_weights", None)
-        if load is None or hasattr(load, _OURS):
-            return
+        kind = get_model_cls(model_config)
+        if hasattr(kind, "load_weights"):
+            hook(kind, "load_weights", self._around_load)
 
-        @wraps(load)
-        def load_weights(model: Any, *args: Any, **kwargs: Any) -> Any:
-            self.count += 1
-            return load(model, *args, **kwargs)
-
-        setattr(load_weights, _OURS, True)
-        kind.load_weights = load_weights
+    def _around_load(self, load: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self.count += 1
+        return load(*args, **kwargs)
 
 
 UPDATES = Updates()
@@ -372,18 +365,16 @@ def hash_adapters() -> None:
 
     setattr(with_content, _CONTENT, adapters)
     kv_cache_utils._gen_lora_extra_hash_keys = with_content
-    add, remove = EngineCore.add_lora, EngineCore.remove_lora
 
-    @wraps(add)
-    def add_lora(core: Any, lora_request: Any) -> Any:
+    def add_lora(add: Callable[..., Any], core: Any, lora_request: Any) -> Any:
         adapters.loads(lora_request)
         added = add(core, lora_request)
         adapters.content(lora_request)  # files that changed meanwhile tell nothing
         return added
 
-    @wraps(remove)
-    def remove_lora(core: Any, lora_id: int) -> Any:
+    def remove_lora(remove: Callable[..., Any], core: Any, lora_id: int) -> Any:
         adapters.unloaded(lora_id)
         return remove(core, lora_id)
 
-    EngineCore.add_lora, EngineCore.remove_lora = add_lora, remove_lora
+    hook(EngineCore, "add_lora", add_lora)
+    hook(EngineCore, "remove_lora", remove_lora)

@@ -7,7 +7,6 @@ import os
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
-from functools import wraps
 from itertools import count
 from typing import Any
 
@@ -21,6 +20,7 @@ from kvoffload.connectors.cache_lookup import KeyedGroup, look_up
 from kvoffload.connectors.control_server import Operated, Refused
 from kvoffload.connectors.tier_io import tier_names
 from kvoffload.connectors.vllm.engine_weights import our_connectors
+from kvoffload.connectors.vllm.start import hook
 from kvoffload.control import HOST, EngineFacts, Found
 
 BLOCKS_AT_ONCE = 32
@@ -132,22 +132,18 @@ class Operators(Operated):
 
 def wake_for_operators() -> None:
     """Let an operator's order wake an idle engine that has a process of its own. Idempotent."""
-    from vllm.v1.engine import EngineCoreRequestType
     from vllm.v1.engine.core import DPEngineCoreProc, EngineCoreProc
 
     for kind in (EngineCoreProc, DPEngineCoreProc):
-        loop = kind.run_busy_loop
-        if getattr(loop, "wakes_for_operators", False):
-            continue
+        hook(kind, "run_busy_loop", _around_loop)
 
-        @wraps(loop)
-        def run_busy_loop(core: Any, loop: Callable[[Any], None] = loop) -> None:
-            def wake() -> None:
-                core.input_queue.put_nowait((EngineCoreRequestType.WAKEUP, None))
 
-            for connector in our_connectors(core.scheduler):
-                connector.scheduler.operators.orders.wake = wake
-            loop(core)
+def _around_loop(loop: Callable[[Any], None], core: Any) -> None:
+    from vllm.v1.engine import EngineCoreRequestType
 
-        run_busy_loop.wakes_for_operators = True  # type: ignore[attr-defined]
-        kind.run_busy_loop = run_busy_loop
+    def wake() -> None:
+        core.input_queue.put_nowait((EngineCoreRequestType.WAKEUP, None))
+
+    for connector in our_connectors(core.scheduler):
+        connector.scheduler.operators.orders.wake = wake
+    loop(core)

@@ -15,7 +15,7 @@ import contextlib
 import logging
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import wraps
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
@@ -82,7 +82,6 @@ def read_settings(extra: Mapping[str, Any]) -> VllmConfigSettings:
 
 CONNECTOR = "KVOffloadConnector"
 ROLE = "kv_both"
-_OURS = "_kvoffload_checks"
 _REFUSED_LAYOUTS = ("LHBNC",)
 """Where the heads of a block lie apart from each other, outside of the block."""
 
@@ -155,6 +154,23 @@ def check_role(transfer: Any) -> None:
         )
 
 
+_HOOKED = "_kvoffload_hook"
+
+
+def hook(owner: Any, name: str, around: Callable[..., Any]) -> None:
+    """Let calls of a function of vLLM go through ours, which gets it first. Idempotent."""
+    call = getattr(owner, name)
+    if hasattr(call, _HOOKED):  # and not __wrapped__: another plug-in may have wrapped it
+        return
+
+    @wraps(call)
+    def hooked(*args: Any, **kwargs: Any) -> Any:
+        return around(call, *args, **kwargs)
+
+    setattr(hooked, _HOOKED, True)
+    setattr(owner, name, hooked)
+
+
 class _Lookups:
     """What vLLM looked up in this process."""
 
@@ -171,23 +187,18 @@ def check_lookups() -> None:
     """
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
-    look_up = KVConnectorFactory.get_connector_class
-    if hasattr(look_up, _OURS):
-        return
+    hook(KVConnectorFactory, "get_connector_class", _around_lookup)
 
-    @wraps(look_up)
-    def get_connector_class(_: Any, kv_transfer_config: Any) -> Any:
-        found = look_up(kv_transfer_config)
-        several = (kv_transfer_config.kv_connector_extra_config or {}).get("connectors") or ()
-        if any(each.get("kv_connector") == CONNECTOR for each in several):
-            _Lookups.are_shared = True
-        if kv_transfer_config.kv_connector == CONNECTOR:
-            check_role(kv_transfer_config)
-            check_settings(kv_transfer_config.kv_connector_extra_config)
-        return found
 
-    setattr(get_connector_class, _OURS, True)
-    KVConnectorFactory.get_connector_class = classmethod(get_connector_class)
+def _around_lookup(look_up: Callable[[Any], Any], kv_transfer_config: Any) -> Any:
+    found = look_up(kv_transfer_config)
+    several = (kv_transfer_config.kv_connector_extra_config or {}).get("connectors") or ()
+    if any(each.get("kv_connector") == CONNECTOR for each in several):
+        _Lookups.are_shared = True
+    if kv_transfer_config.kv_connector == CONNECTOR:
+        check_role(kv_transfer_config)
+        check_settings(kv_transfer_config.kv_connector_extra_config)
+    return found
 
 
 # ---- Versions ----

@@ -63,9 +63,9 @@ def test_a_layout_that_cannot_be_offloaded_is_refused_where_it_is_asked_for(monk
 
 def test_lookups_of_vllm_are_wrapped_once_and_those_of_other_connectors_are_as_they_were():
     register()
-    wrapped = KVConnectorFactory.get_connector_class.__func__
+    wrapped = KVConnectorFactory.get_connector_class
     register()
-    assert KVConnectorFactory.get_connector_class.__func__ is wrapped
+    assert KVConnectorFactory.get_connector_class is wrapped
     other = KVTransferConfig(kv_connector="ExampleConnector", kv_role="kv_producer")
     assert KVConnectorFactory.get_connector_class(other).__name__ == "ExampleConnector"
 
