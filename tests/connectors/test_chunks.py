@@ -1,5 +1,7 @@
 """How a prefix is sought among chunks of several KV cache groups: what is asked, and how often."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -15,7 +17,7 @@ from kvoffload.connectors.local.chunking import (
     to_load,
     to_store,
 )
-from kvoffload.connectors.local.prefix_search import longest as sought
+from kvoffload.connectors.local.prefix_search import PrefixSearch
 from kvoffload.core.interface import (
     FullAttentionSpec,
     KVCacheConfig,
@@ -31,6 +33,7 @@ from kvoffload.messages import (
     get_offload_group_idx,
     make_offload_key,
 )
+from kvoffload.offload.base import ReqContext
 from kvoffload.transfer.layout import ChunkLayout
 
 BLOCK = 4
@@ -52,8 +55,16 @@ def keys_of(groups, tokens):
     return keys
 
 
-def worth(chunks, num_tokens):
-    return True
+def sought(groups, keys, start, limit, find_prefix, find, has_room, waits=True):
+    """Return how far a prompt can be loaded, by the answers of a manager."""
+    manager = SimpleNamespace(
+        lookup_prefix=lambda wanted, context: find_prefix(wanted),
+        lookup=lambda key, req_context: find(key),
+        has_room=has_room,
+        promises=SimpleNamespace(is_worth_loading=lambda *asked: True),
+    )
+    search = PrefixSearch(manager, ReqContext("r"), groups, keys, start, waits=waits)
+    return search.longest(limit)
 
 
 def longest(groups, keys, start, limit, there, room=None):
@@ -67,7 +78,7 @@ def longest(groups, keys, start, limit, there, room=None):
         return room is None or len(wanted) <= room
 
     find = there.__contains__
-    return sought(groups, keys, start, limit, find_prefix, find, has_room, worth)
+    return sought(groups, keys, start, limit, find_prefix, find, has_room)
 
 
 def test_chunks_of_full_attention_are_asked_for_together_and_only_those_of_windows_one_by_one():
@@ -86,10 +97,7 @@ def test_chunks_of_full_attention_are_asked_for_together_and_only_those_of_windo
         alone.append(key)
         return True
 
-    assert sought(groups, keys, 0, 40, find_prefix, find, lambda _: True, worth) == (
-        40,
-        False,
-    )
+    assert sought(groups, keys, 0, 40, find_prefix, find, lambda _: True) == (40, False)
     assert together == [keys[0]]
     assert alone == keys[1][-2:]
     assert {get_offload_group_idx(key) for key in alone} == {1}
@@ -133,14 +141,16 @@ def test_an_answer_that_may_come_soon_leaves_all_of_it_open():
     keys = keys_of(groups, 40)
     calls = []
 
-    def ask(prefix, find):
-        return sought(groups, keys, 8, 40, lambda _: prefix, find, lambda _: True, worth)
+    def ask(prefix, find, waits=True):
+        return sought(groups, keys, 8, 40, lambda _: prefix, find, lambda _: True, waits)
 
     assert ask((3, True), calls.append) == (8, True)
     assert calls == []
     assert ask((8, False), lambda key: None) == (8, True)
     assert ask((8, False), lambda key: True) == (40, False)
     assert ask((3, False), lambda key: True) == (20, False)
+    assert ask((3, True), lambda key: True, waits=False) == (20, False)
+    assert ask((8, False), lambda key: None, waits=False) == (8, False)
 
 
 @pytest.mark.parametrize(
@@ -158,10 +168,7 @@ def test_a_prompt_without_a_full_chunk_is_not_asked_for_and_not_waited_for():
     groups = groups_of(FULL, per_chunk=16)
     assert keys_of(groups, 40) == [[]]
     asked = []
-    assert sought(groups, [[]], 0, 40, asked.append, asked.append, asked.append, worth) == (
-        0,
-        False,
-    )
+    assert sought(groups, [[]], 0, 40, asked.append, asked.append, asked.append) == (0, False)
     assert asked == []
 
 
@@ -344,5 +351,5 @@ def test_a_prompt_whose_groups_lack_room_for_a_while_is_asked_about_again():
     keys = keys_of(groups, 40)
     there = {key for of_group in keys for key in of_group}
     asks = (lambda wanted: (len(wanted), False)), there.__contains__
-    assert sought(groups, keys, 0, 39, *asks, lambda wanted: None, worth) == (0, True)
-    assert sought(groups, keys, 0, 39, *asks, lambda wanted: True, worth) == (36, False)
+    assert sought(groups, keys, 0, 39, *asks, lambda wanted: None) == (0, True)
+    assert sought(groups, keys, 0, 39, *asks, lambda wanted: True) == (36, False)

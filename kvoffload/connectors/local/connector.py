@@ -47,7 +47,7 @@ from kvoffload.connectors.local.chunking import (
     to_store,
 )
 from kvoffload.connectors.local.live_cache import LocalOperators
-from kvoffload.connectors.local.prefix_search import longest
+from kvoffload.connectors.local.prefix_search import PrefixSearch
 from kvoffload.connectors.local.request_states import (
     LoadBackoff,
     OffloadRequest,
@@ -219,22 +219,8 @@ class LocalConnector:
 
     def _search(self, state: RequestState, limit: int, waits: bool) -> tuple[int, bool]:
         """Find how far a prompt can be loaded; without ``waits``, what is not known is a miss."""
-        manager, context = self._manager, state.context
-
-        def find_prefix(keys: Sequence[OffloadKey]) -> tuple[int, bool]:
-            hits, pending = manager.lookup_prefix(keys, context)
-            return hits, pending and waits
-
-        def known(answer: bool | None) -> bool | None:
-            return answer if waits else answer is True
-
-        return longest(
-            *(self._groups, state.keys, state.start, limit),
-            find_prefix,
-            lambda key: known(manager.lookup(key, context)),
-            lambda keys: known(manager.has_room(keys)),
-            partial(manager.promises.is_worth_loading, req_context=context),
-        )
+        asked = self._manager, state.context, self._groups, state.keys, state.start
+        return PrefixSearch(*asked, waits=waits).longest(limit)
 
     def update_state_after_alloc(
         self, request: OffloadRequest, block_ids: BlockTables, num_external_tokens: int
