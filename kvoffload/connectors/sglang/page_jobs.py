@@ -1,11 +1,10 @@
 """Loads and stores of pages in flight, and what they tell the thread of their call."""
 
-import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from queue import SimpleQueue
 
-from kvoffload.connectors.sglang.staging_slots import Lease
+from kvoffload.connectors.sglang.staging_slots import Lease, StagingSlots
 from kvoffload.io.deadlines import Listener
 
 
@@ -28,6 +27,7 @@ class PageJob(Listener):
         news: tells the thread of the call.
         tier: that carries it out. Its slots are late while the server uses them and no call waits
             for the job any more.
+        staging: lends the slots.
     """
 
     def __init__(
@@ -36,12 +36,13 @@ class PageJob(Listener):
         lease: Lease,
         news: "SimpleQueue[News]",
         tier: str,
+        staging: StagingSlots,
     ) -> None:
         self.places = places
         self.lease = lease
         self._news = news
         self._tier = tier
-        self._lock = threading.Lock()
+        self._staging = staging
         self._is_late = self._is_over = False
 
     def arrived(self, numbers: Sequence[int]) -> None:
@@ -56,15 +57,15 @@ class PageJob(Listener):
         self._news.put(News(self, good, has_ended=True, reason=reason))
 
     def released(self) -> None:
-        with self._lock:
-            self._is_over, was_late = True, self._is_late
-        if was_late:
-            self.lease.staging.add_late(self._tier, -len(self.places))
-        self.lease.release()
+        with self._staging.changed:
+            self._is_over = True
+            if self._is_late:
+                self._staging.late[self._tier] -= len(self.places)
+        self._staging.release(self.lease)
 
     def give_up(self) -> None:
         """Count as late, unless the server has released the slots; the call waits no more."""
-        with self._lock:
+        with self._staging.changed:
             if not (self._is_over or self._is_late):
                 self._is_late = True
-                self.lease.staging.add_late(self._tier, len(self.places))
+                self._staging.late[self._tier] += len(self.places)

@@ -184,7 +184,7 @@ class PageStore:
                 left.clear()
             until = 0.0 if running else until_s
             if left and (lent := self._lend(left, until, storing=False)):
-                job = PageJob(*lent, news, tier.name)
+                job = PageJob(*lent, news, tier.name, self._staging)
                 running.add(job)
                 asked = [keys[i] for i in job.places]
                 told_sizes = _shortened([sizes[i] for i in job.places])
@@ -203,14 +203,14 @@ class PageStore:
                     ok[places[number]] = True
             if told.has_ended:
                 running.remove(told.job)
-                told.job.lease.release()
+                self._staging.release(told.job.lease)
                 lost = [keys[i] for i in told.job.places if not ok[i]]
                 self._forget(tier, listing, lost, told.reason)
         self._not_asked(tier, len(left))
         late = [keys[i] for job in running for i in job.places if not ok[i]]
         for job in running:
             job.give_up()
-            job.lease.release()
+            self._staging.release(job.lease)
         self._forget(tier, listing, late, "deadline")
 
     def _not_asked(self, tier: RemoteTier, count: int) -> None:
@@ -253,7 +253,7 @@ class PageStore:
             if left and (lent := self._lend(left, until, storing=True)):
                 places, lease = lent
                 self._copy([pages[i] for i in places], lease.slots, into_slot=True)
-                lease.release()
+                self._staging.release(lease)
                 running |= self._store(places, lease, keys, sizes, news, num_bars)
                 continue
             told = self._next(news, until_s) if running else None
@@ -290,11 +290,11 @@ class PageStore:
             begun, is_barred = set[PageJob](), num_bars != self._num_bars
             for tier in self._tiers:
                 if is_barred or self._staging.are_late(tier.name):
-                    lease.release()
+                    self._staging.release(lease)
                     if not is_barred:
                         self.figures.lose("store", "hung", len(asked))
                     continue
-                begun.add(each := PageJob(places, lease, news, tier.name))
+                begun.add(each := PageJob(places, lease, news, tier.name, self._staging))
                 order = Store(0, tier.name, asked, list(lease.slots), told_sizes)
                 self._client.begin(order, each)
         if is_barred:
@@ -320,12 +320,9 @@ class PageStore:
         Callers wait for slots only if no job of theirs runs that will give some.
         """
         count = min(len(left), self._pages_per_store if storing else self._pages_per_load)
-        slots = self._staging.take(count, storing=storing, until_s=until_s)
-        if not slots:
-            return None
-        holders = 1 + (len(self._tiers) if storing else 1)
-        lease = Lease(self._staging, slots, holders, storing=storing)
-        return [left.popleft() for _ in slots], lease
+        num_holders = 1 + (len(self._tiers) if storing else 1)
+        lease = self._staging.lend(count, num_holders, storing=storing, until_s=until_s)
+        return ([left.popleft() for _ in lease.slots], lease) if lease else None
 
     @staticmethod
     def _next(news: "SimpleQueue[News]", until_s: float) -> News | None:

@@ -4,6 +4,16 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(eq=False)
+class Lease:
+    """Slots that several parties use; they are free when each has released them."""
+
+    slots: Sequence[int]
+    num_holders: int
+    is_for_store: bool
 
 
 class StagingSlots:
@@ -21,68 +31,45 @@ class StagingSlots:
         self._free = list(range(num_slots))
         self._for_stores = max(1, num_slots // 2)
         self._most_late = max(1, num_slots // (2 * num_tiers))
-        self._late: Counter[str] = Counter()
-        self._changed = threading.Condition()
+        self.late: Counter[str] = Counter()
+        """Tier → slots that its late calls use; changed while :attr:`changed` is held."""
+        self.changed = threading.Condition()
 
     @property
     def num_busy(self) -> int:
         """Slots that are lent."""
         return self._num_slots - len(self._free)
 
-    def take(self, count: int, *, storing: bool, until_s: float) -> list[int]:
-        """Return at most ``count`` slots, and at least one unless there is none until then."""
+    def lend(self, count: int, num_holders: int, *, storing: bool, until_s: float) -> Lease | None:
+        """Lend at most ``count`` slots, and at least one; None if there is none until then.
+
+        Args:
+            count: of the slots.
+            num_holders: how many times :meth:`release` will be called.
+            storing: what they are for.
+            until_s: when to wait no more.
+        """
 
         def available() -> int:
             return min(len(self._free), self._for_stores) if storing else len(self._free)
 
-        with self._changed:
-            self._changed.wait_for(available, max(0.0, until_s - time.monotonic()))
+        with self.changed:
+            self.changed.wait_for(available, max(0.0, until_s - time.monotonic()))
             taken = [self._free.pop() for _ in range(min(count, available()))]
             if storing:
                 self._for_stores -= len(taken)
-        return taken
+        return Lease(taken, num_holders, storing) if taken else None
 
-    def give(self, slots: Sequence[int], *, storing: bool) -> None:
-        """Take slots back."""
-        with self._changed:
-            self._free.extend(slots)
-            if storing:
-                self._for_stores += len(slots)
-            self._changed.notify_all()
-
-    def add_late(self, tier: str, number: int) -> None:
-        """Add slots that late calls of a tier use, or take some off; on any thread."""
-        with self._changed:
-            self._late[tier] += number
+    def release(self, lease: Lease) -> None:
+        """End the use of slots by one holder; on any thread."""
+        with self.changed:
+            lease.num_holders -= 1
+            if not lease.num_holders:
+                self._free.extend(lease.slots)
+                if lease.is_for_store:
+                    self._for_stores += len(lease.slots)
+                self.changed.notify_all()
 
     def are_late(self, tier: str) -> bool:
         """Whether late calls keep a tier's share: it gets no job until some of them return."""
-        return self._late[tier] >= self._most_late
-
-
-class Lease:
-    """Slots that several parties use; they are free when each has released them.
-
-    Args:
-        staging: gets the slots back.
-        slots: what is lent.
-        holders: how many times :meth:`release` will be called.
-        storing: what the slots were taken for.
-    """
-
-    def __init__(
-        self, staging: StagingSlots, slots: Sequence[int], holders: int, *, storing: bool
-    ) -> None:
-        self.slots = slots
-        self.staging = staging
-        self._holders = holders
-        self._storing = storing
-        self._lock = threading.Lock()
-
-    def release(self) -> None:
-        """End the use by one holder; on any thread."""
-        with self._lock:
-            self._holders -= 1
-            is_last = not self._holders
-        if is_last:
-            self.staging.give(self.slots, storing=self._storing)
+        return self.late[tier] >= self._most_late

@@ -195,7 +195,7 @@ class PageEngine:
         store, client = self.store, self.store._client
         found = {
             "slots": store._staging.num_busy,
-            "late slots": sum(map(abs, store._staging._late.values())),
+            "late slots": sum(map(abs, store._staging.late.values())),
             "slots for stores": abs(store._staging._for_stores - store._staging._num_slots // 2),
             "I/O jobs": len(client._jobs.unanswered) + len(client._jobs.late),
             "bytes unsent": len(client._link._out),
