@@ -35,7 +35,7 @@ def bare_half(**settings):
     half._awaits_reports, half._spans, half._vllm_config = False, None, CONFIG
     half._explained = ExplainedRequests(half.adapter.explain)
     half.operators = Operators(half, CONFIG)
-    half._params = ClientParams(half.adapter.ignore_hint)
+    half._params = ClientParams(half.adapter.count)
     half._due, half._req_status, half._block_id_to_pending_jobs = DueRequests(CONFIG), {}, {}
     half._current_batch_load_jobs, half._current_batch_jobs_to_flush = {}, set()
     half._current_batch_allocated_block_ids = set()

@@ -32,6 +32,8 @@ log = logging.getLogger(__name__)
 
 _LIMITS = ("max_load_tokens", "max_offload_tokens")
 _TIERS = "kv_load_tiers"
+_OF_OTHER_TIERS = ("remote_prefiller", "remote_decoder", "remote_kv_source")
+"""Where vLLM's tier between engines (P2P) finds its peer."""
 _KNOWN: Mapping[str, frozenset[str]] = {
     "medium": frozenset(medium.value for medium in Medium),
     "locality": frozenset(locality.value for locality in Locality),
@@ -42,19 +44,26 @@ _LONGEST = max(len(name) for names in _KNOWN.values() for name in names)
 class ClientParams:
     """Drops wishes that vLLM's half would log; the first one of each kind is logged here.
 
+    Wishes that are for tiers of vLLM's own offloading are logged as well, and nothing else.
+
     Args:
-        ignored: called once for each wish that is dropped.
+        count: called with the name of a counter for each wish that is ignored.
         takes_sessions: whether vLLM's own name of a session counts as the hint ``session``.
     """
 
-    def __init__(self, ignored: Callable[[], None], takes_sessions: bool = False) -> None:
-        self._ignored = ignored
+    def __init__(self, count: Callable[[str], None], takes_sessions: bool = False) -> None:
+        self._count = count
         self._takes_sessions = takes_sessions
         self._logged: set[str] = set()
 
     def of(self, request: Any) -> Any:
         """Return a request's parameters: bounded, and with the name of its session."""
         params = self.bounded(request.kv_transfer_params)
+        named = params if isinstance(params, Mapping) else ()
+        for_others = [name for name in _OF_OTHER_TIERS if name in named]
+        if request.kv_hints is not None:
+            for_others.append("kv_hints")
+        self._note(for_others, "wishes_refused", "it is for a tier of vLLM's own offloading")
         session = request.session_id if self._takes_sessions else None
         if not session or not isinstance(params, Mapping | None):
             return params
@@ -77,19 +86,16 @@ class ClientParams:
             bad.append(_TIERS)
         if not bad:
             return params
-        self._note(bad)
+        self._note(bad, "hints_ignored", "it is malformed, unknown or too long")
         return {name: value for name, value in params.items() if name not in bad}
 
-    def _note(self, names: Iterable[str]) -> None:
+    def _note(self, names: Iterable[str], counter: str, why: str) -> None:
+        text = "kvoffload: %s of a request is ignored: %s; further ones count as %s"
         for name in names:
-            self._ignored()
+            self._count(counter)
             if name not in self._logged:
                 self._logged.add(name)
-                log.warning(
-                    "kvoffload: %s of a request is ignored: it is malformed, unknown or too long; "
-                    "further ones count as hints_ignored",
-                    name,
-                )
+                log.warning(text, name, why, counter)
 
 
 def _is_limit(value: object) -> bool:

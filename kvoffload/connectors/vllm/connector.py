@@ -41,6 +41,7 @@ from kvoffload.connectors.vllm.start import (
 )
 from kvoffload.connectors.vllm.step_messages import IDLE_STEP, StepMetadata
 from kvoffload.connectors.vllm.worker import KVOffloadWorker
+from kvoffload.offload.base import ReqContext
 from kvoffload.transfer.shared_memory import check_host_memory
 
 log = logging.getLogger(__name__)
@@ -111,7 +112,7 @@ class KVOffloadConnector(OffloadingConnector):  # type: ignore[misc]  # untyped 
             answer = half.get_num_new_matched_tokens(request, num_computed_tokens, most)
             self._known.note(request.request_id, asked, answer, now_s)
             self._has_stats = True
-        half.adapter.request_answered(request.request_id, answer[0] is None)
+        half.adapter.manager.request_answered(ReqContext(request.request_id), answer[0] is None)
         return answer
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
@@ -157,7 +158,7 @@ class KVOffloadConnector(OffloadingConnector):  # type: ignore[misc]  # untyped 
         """Return what was stored and removed since the last call."""
         had_events, self._has_events = self._has_events, False
         if had_events and not self._publishes:
-            self.scheduler.adapter.drop_events()
+            self.scheduler.adapter.manager.take_events()  # a message a chunk takes long to make
             return ()
         return self.scheduler.take_events() if had_events else ()
 

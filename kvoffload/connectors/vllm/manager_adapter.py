@@ -40,8 +40,6 @@ from kvoffload.policies.lru import LRUPolicy
 
 log = logging.getLogger(__name__)
 
-_OF_OTHER_TIERS = ("remote_prefiller", "remote_decoder", "remote_kv_source")
-"""In ``kv_transfer_params``: where vLLM's tier between engines (P2P) finds its peer."""
 _ANSWERS = {True: LookupResult.HIT, False: LookupResult.MISS, None: LookupResult.RETRY}
 
 
@@ -87,8 +85,6 @@ class ManagerAdapter(VllmManager):  # type: ignore[misc]  # untyped base
         self.stats = StatsPublisher()
         self.worker_figures: dict[int, bytes] = {}
         """Rank → its figures, as its last report had them; set by the owner."""
-        self.events = self.manager.counters
-        """Those of the list's metric."""
         self.changes = 0
         """Rises with each change after which a lookup may be answered otherwise."""
         self._jobs: dict[int, LoadJob | StoreJob] = {}
@@ -98,13 +94,11 @@ class ManagerAdapter(VllmManager):  # type: ignore[misc]  # untyped base
         """For each request, chunks of this step that may be offered again; taken by the owner."""
         self.unplaced: dict[str, tuple[OffloadKey, ...]] = {}
         """The same, where none of its chunks found room; they are counted as refused."""
-        self._refused_wishes: set[str] = set()
 
     def attach(self, manager: Manager, num_slots: int) -> None:
         """Use this manager from now on. Before, lookups are repeated and nothing is stored."""
+        manager.counters.update(self.manager.counters)
         self.manager = manager
-        manager.counters.update(self.events)
-        self.events = manager.counters
         self.changes += 1
         self._uses = UseCounter(manager)
         self._num_slots = num_slots
@@ -113,11 +107,12 @@ class ManagerAdapter(VllmManager):  # type: ignore[misc]  # untyped base
         """Note whose a request is, and whether it is kept out of all tiers."""
         context = our_context(req_context, tenant_id(salt))
         req_context.set_state(RequestNotes(context, is_kept_out=not is_trusted))
-        self.events["requests_not_trusted"] += not is_trusted
+        if not is_trusted:
+            self.count("requests_not_trusted")
 
-    def ignore_hint(self) -> None:
-        """Count a wish of a request that is malformed."""
-        self.events["hints_ignored"] += 1
+    def count(self, event: str) -> None:
+        """Count an event of the metric's list."""
+        self.manager.counters[event] += 1
 
     def take_jobs(self) -> dict[int, LoadJob | StoreJob]:
         """Return the jobs begun since the last call, by the ``job_id`` of their specs."""
@@ -128,23 +123,7 @@ class ManagerAdapter(VllmManager):  # type: ignore[misc]  # untyped base
 
     def on_new_request(self, req_context: VllmContext) -> RequestOffloadingContext:
         """See vLLM: chunks are offered as they are computed."""
-        self._refuse_wishes(req_context)
         return RequestOffloadingContext()
-
-    def _refuse_wishes(self, req_context: VllmContext) -> None:
-        """Count what a request wishes of vLLM's other tiers; log each wish once."""
-        asked = [name for name in _OF_OTHER_TIERS if name in (req_context.kv_transfer_params or ())]
-        if req_context.kv_hints is not None:
-            asked.append("kv_hints")
-        for name in asked:
-            self.events["wishes_refused"] += 1
-            if name not in self._refused_wishes:
-                self._refused_wishes.add(name)
-                log.warning(
-                    "kvoffload: %s of a request is ignored: it is for a tier of vLLM's own "
-                    "offloading; further ones count as wishes_refused",
-                    name,
-                )
 
     def lookup(self, key: OffloadKey, req_context: VllmContext) -> LookupResult:
         """See vLLM; RETRY never lasts beyond the lookup deadline of the tiers."""
@@ -162,12 +141,6 @@ class ManagerAdapter(VllmManager):  # type: ignore[misc]  # untyped base
         if not self._num_slots:
             return 0, bool(keys)
         return self.manager.lookup_prefix(keys, notes_of(req_context).context)
-
-    def is_worth_loading(
-        self, keys: Sequence[OffloadKey], num_tokens: int, req_context: VllmContext
-    ) -> bool:
-        promises = self.manager.promises
-        return promises.is_worth_loading(keys, num_tokens, notes_of(req_context).context)
 
     def computed(self, num_tokens: int, seconds: float) -> None:
         """Note how long the engine took to compute tokens of prompts."""
@@ -203,14 +176,6 @@ class ManagerAdapter(VllmManager):  # type: ignore[misc]  # untyped base
         """Keep what a request that waits will load; see :meth:`Manager.request_queued`."""
         if not notes_of(req_context).is_kept_out:
             self.manager.request_queued(list_keys, notes_of(req_context).context, was_preempted)
-
-    def request_answered(self, req_id: str, is_pending: bool) -> None:
-        """See :meth:`Manager.request_answered`."""
-        self.manager.request_answered(ReqContext(req_id), is_pending)
-
-    def request_admitted(self, req_id: str) -> None:
-        """Note that a request runs; call it after its load has begun."""
-        self.manager.request_admitted(ReqContext(req_id))
 
     def serve_queue(self) -> None:
         """Go on with what queued requests need; call it once a step."""
@@ -275,10 +240,6 @@ class ManagerAdapter(VllmManager):  # type: ignore[misc]  # untyped base
         if self._num_slots:
             notes = notes_of(req_context)
             self._uses.end(notes.context, lambda: self._in_order(notes.keys, req_context))
-
-    def drop_events(self) -> None:
-        """Forget the events: vLLM publishes none, and a message a chunk takes long to make."""
-        self.manager.take_events()
 
     def take_events(self) -> Iterable[VllmEvent]:
         """Translate the manager's events."""

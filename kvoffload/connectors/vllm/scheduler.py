@@ -40,7 +40,7 @@ from kvoffload.connectors.vllm.step_messages import (
 )
 from kvoffload.errors import ConfigError
 from kvoffload.identity import namespace, short
-from kvoffload.offload.base import EarlyRead, Job, LoadJob, OffloadKey, WriteJob
+from kvoffload.offload.base import EarlyRead, Job, LoadJob, OffloadKey, ReqContext, WriteJob
 from kvoffload.recording import RequestLog
 
 log = logging.getLogger(__name__)
@@ -85,7 +85,7 @@ class KVOffloadScheduler(OffloadingConnectorScheduler):  # type: ignore[misc]  #
         self._explained = ExplainedRequests(self.adapter.explain)
         self._log = RequestLog(settings.record, self.config.kv_group_configs[0].tokens_per_chunk)
         takes_sessions = "session" in settings.client_hints
-        self._params = ClientParams(self.adapter.ignore_hint, takes_sessions)
+        self._params = ClientParams(self.adapter.count, takes_sessions)
         self._due = DueRequests(self.config)
         self._spans = open_spans(settings.otel_spans)
 
@@ -173,7 +173,7 @@ class KVOffloadScheduler(OffloadingConnectorScheduler):  # type: ignore[misc]  #
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """See vLLM; the request waits no more."""
         super().update_state_after_alloc(request, blocks, num_external_tokens)
-        self.adapter.request_admitted(request.request_id)
+        self.adapter.manager.request_admitted(ReqContext(request.request_id))
 
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int, max_num_new_tokens: int | None = None
@@ -223,7 +223,8 @@ class KVOffloadScheduler(OffloadingConnectorScheduler):  # type: ignore[misc]  #
 
     def _is_worth_loading(self, status: Any, start: int, found: int) -> bool:
         keys = self._keys_to_load(status, start, start + found)
-        return self.adapter.is_worth_loading(keys, found, status.req_context)
+        context = notes_of(status.req_context).context
+        return self.adapter.manager.promises.is_worth_loading(keys, found, context)
 
     def _note_first_look(self, status: Any, explain: bool, found: int) -> None:
         req_id, notes = status.req.request_id, notes_of(status.req_context)
@@ -279,7 +280,7 @@ class KVOffloadScheduler(OffloadingConnectorScheduler):  # type: ignore[misc]  #
             status.deferred_lookup_start_time = time.monotonic()
             return False
         self._maybe_observe_lookup_async_delay(status)
-        self.adapter.events["lookup_timeout"] += 1
+        self.adapter.count("lookup_timeout")
         return True
 
     def _maximal_prefix_lookup(
@@ -295,7 +296,8 @@ class KVOffloadScheduler(OffloadingConnectorScheduler):  # type: ignore[misc]  #
     def request_finished(self, request: Any) -> tuple[bool, dict[str, Any] | None]:
         """See vLLM; the result goes out with the request's output."""
         delayed, params = super().request_finished(request)
-        self.adapter.request_admitted(request.request_id)  # vLLM's half ends it a step later
+        # vLLM's half ends it a step later.
+        self.adapter.manager.request_admitted(ReqContext(request.request_id))
         return delayed, self._explained.finish(request.request_id, params)
 
     # ---- every step ----
@@ -331,7 +333,7 @@ class KVOffloadScheduler(OffloadingConnectorScheduler):  # type: ignore[misc]  #
         self._begin_jobs(orders)
         if writes_before_flush(scheduler_output, self._is_runner_v2):
             overwritten = self._table.fail_stores(orders.jobs_to_flush or ())
-            self.adapter.events["stores_overwritten"] += overwritten
+            self.adapter.manager.counters["stores_overwritten"] += overwritten
         self._order_tier_jobs(orders)
         stores = bool(orders.store_jobs or orders.write_through)
         orders.generation = self.generations.take_order(stores)

@@ -33,9 +33,6 @@ class _Mocked:
         self.manager.has_transfers = lambda: True  # no step is left out
         self.refused, self.unplaced = {}, {}
 
-    def is_worth_loading(self, keys, num_tokens, context):
-        return True
-
     def note_request(self, context, salt, is_trusted):
         pass
 
@@ -43,9 +40,6 @@ class _Mocked:
         return NO_HINTS
 
     def request_queued(self, list_keys, context, was_preempted=False):
-        pass
-
-    def request_admitted(self, req_id):
         pass
 
     def lookup_prefix(self, keys, context):
@@ -67,7 +61,7 @@ class OurScheduler(KVOffloadScheduler):
         settings = read_settings({"cpu_bytes": 1 << 20, "blocks_per_chunk": 1})
         manager = spec.get_manager()
         none = manager.computed = manager.explain = lambda *of_ours: None  # no verbs of vLLM's
-        manager.ignore_hint = none
+        manager.count = none
         manager.manager = ManagerAdapter().manager
         spec.get_manager = lambda: manager
         super().__init__(spec, settings, vllm_config, kv_cache_config)

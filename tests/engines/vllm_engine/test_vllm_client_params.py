@@ -119,7 +119,7 @@ def test_parameters_without_such_wishes_are_passed_on(params):
     ],
 )
 def test_vllm_s_own_name_of_a_session_is_the_hint(params, session, told):
-    request = types.SimpleNamespace(kv_transfer_params=params, session_id=session)
+    request = types.SimpleNamespace(kv_transfer_params=params, session_id=session, kv_hints=None)
     assert ClientParams(pytest.fail, takes_sessions=True).of(request) == told
     assert ClientParams(pytest.fail).of(request) is params, "not among the hints allowed"
 

@@ -10,6 +10,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import _c
 from vllm.v1.kv_offload.base import LookupResult, ReqContext
 
 from kvoffload.connectors.jobs import JobTable
+from kvoffload.connectors.vllm.client_requests import ClientParams
 from kvoffload.connectors.vllm.engine_metrics import metric_definitions
 from kvoffload.connectors.vllm.manager_adapter import ManagerAdapter
 from kvoffload.connectors.vllm.step_messages import WorkerReport
@@ -72,12 +73,14 @@ def test_a_request_loads_from_the_tiers_that_it_names_to_vllm(wished, media):
 
 def test_wishes_of_tiers_that_vllm_has_and_we_do_not_are_told_once_and_counted(caplog):
     adapter = ManagerAdapter()
+    wishes = ClientParams(adapter.count)
     for name in "abc":
         params = {"remote_prefiller": {"remote_host": "h"}, "do_remote_prefill": True}
-        adapter.on_new_request(ReqContext(name, params, kv_hints=object() if name == "b" else None))
+        hints = object() if name == "b" else None
+        assert wishes.of(SimpleNamespace(kv_transfer_params=params, kv_hints=hints)) is params
     said = [record.args[0] for record in caplog.records]
     assert said == ["remote_prefiller", "kv_hints"]
-    assert +adapter.events == {"wishes_refused": 4}
+    assert +adapter.manager.counters == {"wishes_refused": 4}
 
 
 def report(job_id, ok, settled=True):
@@ -158,9 +161,8 @@ def test_what_was_counted_before_the_manager_came_is_counted_on(manager):
     adapter = ManagerAdapter()
     adapter.note_request(ReqContext("r"), None, False)
     adapter.attach(manager, 4)
-    adapter.ignore_hint()
+    adapter.count("hints_ignored")
     assert (manager.counters["requests_not_trusted"], manager.counters["hints_ignored"]) == (1, 1)
-    assert adapter.events is manager.counters
 
 
 def test_a_salt_names_the_tenant_of_a_requests_chunks_until_it_ends():

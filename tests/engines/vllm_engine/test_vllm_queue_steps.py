@@ -18,6 +18,7 @@ from benchmarks.vllm_parts.halves import BLOCK, Halves
 from kvoffload import registry
 from kvoffload.backends.disk.backend import DiskBackend
 from kvoffload.offload import waiting
+from kvoffload.offload.base import ReqContext
 from tests.engines.vllm_engine.faulty_tier import OnlyVerbs
 
 CHUNKS, SLOT = 16, 32 << 10
@@ -264,7 +265,7 @@ def test_a_request_that_loads_nothing_keeps_nothing(alone, become):
     rig.add(prompt(0), 8)
     request = rig.add(prompt(1), 8)
     half = rig.scheduler.connector.connector_scheduler
-    half.adapter.request_admitted(request.request_id)
+    half.adapter.manager.request_admitted(ReqContext(request.request_id))
     become(request)
     half.on_new_request(request)
     assert manager_of(rig).waiting.requests.get(request.request_id) is None

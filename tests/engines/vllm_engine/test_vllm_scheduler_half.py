@@ -113,7 +113,7 @@ def test_a_store_whose_blocks_are_written_before_the_flush_fails(
         half._take_in(report)
     # The second is not flushed; the third is a load, which reads no blocks.
     assert [manager.lookup(key) for key in KEYS[:3]] == [kept, True, True]
-    assert half.adapter.events["stores_overwritten"] == (not kept)
+    assert half.adapter.manager.counters["stores_overwritten"] == (not kept)
     assert manager.figures.hit_tokens == {"cpu": 16}  # the load's
 
 
@@ -301,7 +301,7 @@ def test_after_an_idle_time_the_first_lookup_waits_one_step_for_the_reports(
     request = types.SimpleNamespace(
         request_id="n", lora_request=None, mm_features=[], kv_transfer_params=None, cache_salt=None
     )
-    request.skip_reading_prefix_cache = True
+    request.skip_reading_prefix_cache, request.kv_hints = True, None
     status = types.SimpleNamespace(req=request, req_context=ReqContext("n"))
     new = {"n": status}.items()
     monkeypatch.setattr(vllms, "on_new_request", lambda half, _: half._req_status.update(new))
@@ -345,7 +345,7 @@ def test_a_request_waits_for_a_load_of_its_chunks_as_long_as_that_load_takes(met
     half._chunks_being_loaded.clear()
     waiting.deferred_lookup_start_time = 0.0
     assert half._waited_long(request)
-    assert half.adapter.events["lookup_timeout"] == 1
+    assert half.adapter.manager.counters["lookup_timeout"] == 1
 
 
 @pytest.mark.parametrize(
@@ -417,7 +417,7 @@ def test_what_requests_wish_before_the_workers_are_known_is_not_called_wrong(cap
     half.adapter.prepare_store(KEYS[:2], context)
     half.adapter.on_request_finished(context)
     half.meet_workers([worker(0)])
-    assert not +half.adapter.events
+    assert not +half.adapter.manager.counters
     assert "hint" not in caplog.text
 
 
