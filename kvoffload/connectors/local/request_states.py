@@ -172,35 +172,27 @@ class LoadBackoff:
 
     def __init__(self, tolerated: int) -> None:
         self._tolerated = tolerated
-        self._counts: dict[str, int] = {}
-        # Requests that have not been admitted again since.
-        self._just_ended: set[str] = set()
+        self._noted: dict[str, tuple[int, bool]] = {}
+        """Request → its short loads, and whether it was not admitted again since the last one."""
 
     def note(self, request_id: str) -> bool:
         """A load was short; return whether the request is declined from now on."""
-        count = self._counts.pop(request_id, 0) + 1
-        self._counts[request_id] = count
-        self._just_ended.add(request_id)
-        if len(self._counts) > MAX_REMEMBERED:
-            self._forget(next(iter(self._counts)))
+        count = self._noted.pop(request_id, (0, False))[0] + 1
+        self._noted[request_id] = count, True
+        if len(self._noted) > MAX_REMEMBERED:
+            del self._noted[next(iter(self._noted))]
         return count > self._tolerated
 
     def declined(self, request_id: str) -> bool:
         """Whether a request is to be promised nothing."""
-        return self._counts.get(request_id, 0) > self._tolerated
+        return self._noted.get(request_id, (0, False))[0] > self._tolerated
 
     def computed(self, request_id: str) -> None:
         """A request has got on: its loads may be tried again."""
-        if self._counts:
-            self._forget(request_id)
+        self._noted.pop(request_id, None)
 
     def gave_up(self, request_id: str) -> None:
         """Note that a request gave up its blocks; it is admitted again if its load just ended."""
-        if request_id in self._just_ended:
-            self._just_ended.remove(request_id)
-        elif self._counts:
-            self._forget(request_id)
-
-    def _forget(self, request_id: str) -> None:
-        self._counts.pop(request_id, None)
-        self._just_ended.discard(request_id)
+        count, has_just_ended = self._noted.pop(request_id, (0, False))
+        if has_just_ended:
+            self._noted[request_id] = count, False
