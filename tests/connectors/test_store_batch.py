@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from kvoffload.connectors.vllm.kv_caches import BatchedStore, StoreBatch
-from kvoffload.connectors.vllm.quiet_steps import KnownLookups
 from kvoffload.messages import TransferResult
 from kvoffload.transfer.layout import Moves
 
@@ -54,19 +53,3 @@ def test_every_chunk_keeps_blocks_slot_and_answer(per_chunk, num_groups):
             assert part.ok == tuple(fine and answers[next(of_whole)] for fine in one.whole)
             assert part.transfer_bytes == 64 * len(chunks)
             assert (part.settled, part.reason) == (True, "copy_error")
-
-
-def test_an_answer_is_valid_until_something_changes():
-    known = KnownLookups(0.25)
-    assert known.get("r", (1, 0), 0.0) is None
-    known.note("r", (1, 0), (32, True), 0.0)
-    assert known.get("r", (1, 0), 1e6) == (32, True)
-    assert known.get("r", (2, 0), 0.0) is None
-    assert known.get("s", (1, 0), 0.0) is None
-    known.note("r", (2, 0), (None, False), 5.0)
-    assert known.get("r", (2, 0), 5.2) == (None, False)
-    assert known.get("r", (2, 0), 5.25) is None, "lookups end at a deadline"
-    known.note("r", (2, 0), (0, False), 6.0)
-    known.forget("r")
-    known.forget("r")
-    assert known.get("r", (2, 0), 6.0) is None

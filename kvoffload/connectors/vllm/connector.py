@@ -1,6 +1,7 @@
 """The connector that vLLM loads, ``KVOffloadConnector``, and the spec that its halves read."""
 
 import logging
+import math
 import time
 from collections.abc import Iterable
 from copy import copy
@@ -27,9 +28,9 @@ from kvoffload.connectors.vllm.client_requests import refuse_weak_hashes, warn_o
 from kvoffload.connectors.vllm.engine_metrics import EngineStats, metric_definitions
 from kvoffload.connectors.vllm.engine_weights import hash_adapters, watch_weights
 from kvoffload.connectors.vllm.fingerprint import hash_root
-from kvoffload.connectors.vllm.manager_adapter import ManagerAdapter
+from kvoffload.connectors.vllm.manager_adapter import ManagerAdapter, notes_of
 from kvoffload.connectors.vllm.operators import wake_for_operators
-from kvoffload.connectors.vllm.quiet_steps import KnownLookups
+from kvoffload.connectors.vllm.quiet_steps import KnownLookup
 from kvoffload.connectors.vllm.scheduler import KVOffloadScheduler
 from kvoffload.connectors.vllm.start import (
     VllmConfigSettings,
@@ -68,7 +69,6 @@ class KVOffloadConnector(OffloadingConnector):  # type: ignore[misc]  # untyped 
             settings = structs.replace(settings, blocks_per_chunk=number)
         config = build_offloading_config(with_settings(vllm_config, settings), kv_cache_config)
         self._canonical_layout = False
-        self._known = KnownLookups(settings.lookup_timeout_s)
         self._has_stats = True
         """Whether the scheduler half did something since it was last asked for statistics."""
         self._has_events = True
@@ -106,28 +106,24 @@ class KVOffloadConnector(OffloadingConnector):  # type: ignore[misc]  # untyped 
         half = self.scheduler
         most = self._max_loadable_tokens(request, num_computed_tokens)
         asked = half.adapter.changes, num_computed_tokens, request.num_tokens, most
-        now_s = time.monotonic()
-        answer = self._known.get(request.request_id, asked, now_s)
-        if answer is None:
+        notes, now_s = notes_of(half._req_status[request.request_id].req_context), time.monotonic()
+        known: KnownLookup | None = notes.known
+        if known is None or known.asked != asked or now_s >= known.until_s:
             answer = half.get_num_new_matched_tokens(request, num_computed_tokens, most)
-            self._known.note(request.request_id, asked, answer, now_s)
+            until_s = now_s + half.settings.lookup_timeout_s if answer[0] is None else math.inf
+            notes.known = known = KnownLookup(asked, answer, until_s)
             self._has_stats = True
-        half.adapter.manager.request_answered(ReqContext(request.request_id), answer[0] is None)
-        return answer
-
-    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        """See vLLM; the request waits no more."""
-        self._known.forget(request.request_id)
-        super().update_state_after_alloc(request, blocks, num_external_tokens)
+        half.adapter.manager.request_answered(
+            ReqContext(request.request_id), known.answer[0] is None
+        )
+        return known.answer
 
     def build_connector_meta(self, scheduler_output: Any) -> StepMetadata:
         """Return a step's orders to the workers."""
         orders: StepMetadata = self.connector_scheduler.build_connector_meta(scheduler_output)
         if orders is not IDLE_STEP:
             self._has_stats = self._has_events = True
-            for req_id in scheduler_output.finished_req_ids or ():
-                self._has_served = True
-                self._known.forget(req_id)
+            self._has_served |= bool(scheduler_output.finished_req_ids)
         if self._has_served and not scheduler_output.num_scheduled_tokens:
             return self._with_question(orders)
         return orders

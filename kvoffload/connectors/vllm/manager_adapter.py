@@ -22,6 +22,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvoffload.connectors.jobs import UseCounter
 from kvoffload.connectors.vllm.engine_metrics import USAGE, StatsPublisher
+from kvoffload.connectors.vllm.quiet_steps import KnownLookup
 from kvoffload.metrics.samples import Sample, total
 from kvoffload.offload.base import (
     ChunksRemoved,
@@ -52,6 +53,8 @@ class RequestNotes:
     """Whether nothing is loaded for it, and nothing of it is stored."""
     keys: dict[OffloadKey, None] = field(default_factory=dict)
     """The chunks that its loads and stores named."""
+    known: KnownLookup | None = None
+    """What its last lookup has answered."""
     was_answered: bool = False
     """Whether a lookup of it has ended."""
     num_failed_loads: int = 0

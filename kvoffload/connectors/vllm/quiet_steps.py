@@ -135,40 +135,14 @@ def has_orders(half: Any) -> bool:
     )
 
 
-class KnownLookups:
-    """Answers to waiting requests; each is valid until something changes.
+class KnownLookup(NamedTuple):
+    """The answer to a waiting request, which vLLM looks up again in each step."""
 
-    vLLM looks a waiting request up again in each step.
-
-    Args:
-        patience_s: how long "ask again" is valid, because lookups end at a deadline.
-    """
-
-    def __init__(self, patience_s: float) -> None:
-        self._patience_s = patience_s
-        self._answers: dict[str, tuple[Any, tuple[int | None, bool], float]] = {}
-
-    def get(self, req_id: str, asked: Any, now_s: float) -> tuple[int | None, bool] | None:
-        """Return the answer to an equal question; None if there is none.
-
-        Args:
-            req_id: of the request.
-            asked: all that the answer depends on.
-            now_s: monotonic.
-        """
-        known = self._answers.get(req_id)
-        if known is None or known[0] != asked or now_s >= known[2]:
-            return None
-        return known[1]
-
-    def note(self, req_id: str, asked: Any, answer: tuple[int | None, bool], now_s: float) -> None:
-        """Keep an answer."""
-        until_s = now_s + self._patience_s if answer[0] is None else float("inf")
-        self._answers[req_id] = asked, answer, until_s
-
-    def forget(self, req_id: str) -> None:
-        """Forget the answer to a request."""
-        self._answers.pop(req_id, None)
+    asked: Any
+    """All that the answer depends on: it is valid until something of it changes."""
+    answer: tuple[int | None, bool]
+    until_s: float
+    """Monotonic; "ask again" is valid for a while, because lookups end at a deadline."""
 
 
 # ---- The time of steps ----

@@ -173,6 +173,7 @@ class KVOffloadScheduler(OffloadingConnectorScheduler):  # type: ignore[misc]  #
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """See vLLM; the request waits no more."""
         super().update_state_after_alloc(request, blocks, num_external_tokens)
+        notes_of(self._req_status[request.request_id].req_context).known = None
         self.adapter.manager.request_admitted(ReqContext(request.request_id))
 
     def get_num_new_matched_tokens(

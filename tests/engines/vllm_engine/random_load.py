@@ -244,7 +244,6 @@ class RandomLoad:
             "our jobs": half._table,
             "blocks of stores": half._block_id_to_pending_jobs,
             "due requests": half._due._full_at,
-            "known lookups": connector._known._answers,
             "refused chunks": adapter.refused,
             "unplaced chunks": adapter.unplaced,
             "jobs to take": adapter._jobs,

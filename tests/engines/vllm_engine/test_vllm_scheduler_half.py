@@ -20,6 +20,7 @@ from vllm.v1.kv_offload.base import LookupResult, ReqContext
 from kvoffload import registry
 from kvoffload.backends.base import Removal
 from kvoffload.connectors.vllm import withheld_stores
+from kvoffload.connectors.vllm.connector import KVOffloadConnector
 from kvoffload.connectors.vllm.scheduler import (
     IDLE_S,
     KVOffloadScheduler,
@@ -438,3 +439,31 @@ def test_chunks_offered_before_the_workers_are_known_are_offered_again_and_not_l
     assert not any(dropped.values())
     half.meet_workers([worker(0)])
     assert half.adapter.prepare_store(KEYS[:2], context).keys_to_store == KEYS[:2]
+
+
+def test_an_answer_is_valid_until_something_changes(met, monkeypatch):
+    half, _ = met(cpu_bytes=16384, lookup_timeout_s=0.25)
+    answers, now_s = [(32, True), (None, False), (0, False), (16, True)], [0.0]
+    monkeypatch.setattr(half, "get_num_new_matched_tokens", lambda *asked: answers.pop(0))
+    monkeypatch.setattr(KVOffloadConnector, "_max_loadable_tokens", lambda *asked: None)
+    clock = types.SimpleNamespace(monotonic=lambda: now_s[0])
+    monkeypatch.setattr("kvoffload.connectors.vllm.connector.time", clock)
+    connector = object.__new__(KVOffloadConnector)
+    connector.connector_scheduler = half
+    half._req_status["r"] = types.SimpleNamespace(req_context=ReqContext("r"))
+    request = types.SimpleNamespace(request_id="r", num_tokens=64)
+
+    def ask(computed=0):
+        return connector.get_num_new_matched_tokens(request, computed)
+
+    assert ask() == (32, True)
+    now_s[0] = 1e6
+    assert ask() == (32, True)
+    half.adapter.changes += 1
+    assert ask() == (None, False)
+    now_s[0] += 0.2
+    assert ask() == (None, False)
+    now_s[0] += 0.1
+    assert ask() == (0, False), "lookups end at a deadline"
+    assert ask(16) == (16, True)
+    assert not answers
