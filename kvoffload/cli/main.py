@@ -40,7 +40,7 @@ _CLOSED_PIPE = 141
 
 def main() -> None:
     """Run the command line; the entry point of the ``kvoffload`` script."""
-    if _asked() == "doctor" or "--probe" in sys.argv:
+    if _asked() in ("doctor", "gc") or "--probe" in sys.argv:
         run_apart(_run)
     else:
         _run()

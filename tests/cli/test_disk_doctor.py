@@ -1,13 +1,24 @@
 """``doctor FOLDER`` on folders as engines leave them: it looks, and changes nothing."""
 
+import asyncio
 import json
 import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
+import psutil
 import pytest
-from disk_commands import PROGRAM, SIZE, answered, as_user, kvoffload, open_disk
+from disk_commands import (
+    PROGRAM,
+    SIZE,
+    answered,
+    as_user,
+    kvoffload,
+    open_disk,
+    two_namespaces,
+)
 
 from kvoffload import open_backend
 from kvoffload.backends import admin
@@ -281,6 +292,25 @@ def test_the_command_ends_while_its_call_on_a_frozen_disk_does_not(tmp_path):
     assert started.returncode == 1
     last = json.loads(told)["findings"][-1]
     assert (last["check"], last["verdict"]) == ("reachable", "failed")
+
+
+def test_a_signal_ends_gc_while_its_call_on_a_frozen_disk_does_not(tmp_path, until):
+    def is_held():
+        threads = [
+            task
+            for each in (gc, *gc.children())
+            for task in Path(f"/proc/{each.pid}/task").iterdir()
+            if task.name != str(each.pid)  # it removes on a thread of its own
+        ]
+        return any(") D " in (task / "stat").read_text() for task in threads)
+
+    with frozen_disk(tmp_path, lambda root: asyncio.run(two_namespaces(root))) as root:
+        words = [sys.executable, "-c", PROGRAM, "gc", "--namespace=qwen", str(root)]
+        started = subprocess.Popen(words, stdin=subprocess.DEVNULL)
+        gc = psutil.Process(started.pid)
+        until(is_held)
+        started.send_signal(signal.SIGINT)
+        assert started.wait(30) == 128 + signal.SIGINT
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

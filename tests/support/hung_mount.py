@@ -48,8 +48,11 @@ def bind_mount(path):
 
 
 @contextlib.contextmanager
-def frozen_disk(folder):
-    """Mount a disk of 128 MiB in a folder and freeze it: no signal ends a call that changes it."""
+def frozen_disk(folder, fill=lambda root: None):
+    """Mount a disk of 128 MiB in a folder, fill it and freeze it.
+
+    No signal ends a call that changes it.
+    """
     image, where = folder / "image", folder / "disk"
     where.mkdir()
     with image.open("wb") as file:
@@ -60,6 +63,7 @@ def frozen_disk(folder):
     try:
         root = where / "kv"
         root.mkdir(mode=0o700)
+        fill(root)
         if not _is_done(["fsfreeze", "-f", where]):
             pytest.skip("needs fsfreeze")
         try:
