@@ -197,8 +197,9 @@ def test_an_abort_in_each_state_leaves_nothing(alone, status):
     manager_of(rig).reset_cache()  # what is loaded takes some steps
     requests, until_s = [], time.monotonic() + 60
     while not (in_it := [each for each in requests if each.status.name == status]):
-        if all(each.is_finished() for each in requests):  # loads may end so that two never meet
-            requests += [rig.add(prompt(i), 3 * BLOCK) for i in range(5)]
+        if all(each.is_finished() for each in requests):
+            # A load may take longer than a decode: two surely meet once none is stored.
+            requests += [rig.add(prompt(len(requests) + i), 3 * BLOCK) for i in range(5)]
         rig.step()
         assert time.monotonic() < until_s, "no request has this state"
     rig.scheduler.finish_requests([in_it[-1].request_id], RequestStatus.FINISHED_ABORTED)
