@@ -59,6 +59,9 @@ def load(group: str, name: str, field: str = "type") -> Any:
         raise ConfigError(field, name, f"{plugin} cannot be imported: {error}") from error
     if group == POLICIES and (reason := _refusal(loaded)):
         raise ConfigError(field, name, f"{plugin} {reason}")
+    if group == BACKENDS and not hasattr(loaded, "Options"):
+        remedy = f"{plugin} has no Options: a msgspec.Struct of its settings, perhaps empty"
+        raise ConfigError(field, name, remedy)
     return loaded
 
 

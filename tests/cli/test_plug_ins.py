@@ -13,6 +13,7 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "backend_plugin"
 PLUG_INS = """[kvoffload.backends]
 files = kvoffload_files:FilesBackend
 examined = examined:Examined
+bare = examined:Bare
 """
 EXAMINED = """
 from kvoffload.backends.admin import Finding, Holding, Survey
@@ -26,6 +27,10 @@ class Examined(FilesBackend):
         other = Holding("other", {"dtype": "[b]fp8\\x1b"}, 1, 1)
         held = [Holding("n", {}, 1, 1, details=["in [/kv]\\x1b"]), other]
         return Survey(held, {}, [("journal", "[red]off\\x1b")])
+
+class Bare:
+    def __init__(self, options, namespace):
+        pass
 """
 FILLED = """
 import asyncio, sys
@@ -70,6 +75,12 @@ def test_two_plug_ins_of_one_name_are_an_error_that_names_both(tmp_path, at_firs
     assert "squatter:Disk of squatter" in done.stderr
     assert "DiskBackend of kvoffload" in done.stderr
     assert "another package ran" not in done.stderr
+
+
+def test_a_plug_in_without_a_struct_of_settings_is_named(installed):
+    done = process("inspect", "--type", "bare", **installed)
+    assert done.returncode == 2
+    assert "type = 'bare': the plug-in examined:Bare has no Options" in done.stderr
 
 
 def test_inspect_and_doctor_open_a_store_by_its_name(tmp_path, installed):
