@@ -111,6 +111,20 @@ REFUSED = {
 }
 
 
+def test_a_load_into_one_block_twice_is_refused(connector, new_request):
+    """As of an engine whose KV cache groups have a pool of blocks each."""
+    connector.after_forward(new_request("p", 33), [BLOCKS], 32)
+    assert connector.flush()
+    request = new_request("p", 33)
+    assert connector.get_num_new_matched_tokens(request, 0) == 32
+    with pytest.raises(UsageError, match=r"block_ids = .*names a block twice: all groups"):
+        connector.update_state_after_alloc(request, [[*BLOCKS[:-1], BLOCKS[0]]], 32)
+    assert not connector._transfers.jobs
+    connector.update_state_after_alloc(request, [OTHERS], 32)
+    assert connector.flush()
+    assert connector.poll()[0].ok
+
+
 @pytest.mark.parametrize("block_hash", ["text", bytes(4001)], ids=["text", "long"])
 def test_a_hash_that_no_message_takes_is_refused(connector, new_request, block_hash):
     request = new_request("p", 33)

@@ -251,6 +251,9 @@ class LocalConnector:
             spans = to_load(self._groups, block_ids, state.start, end, self._has_nulls)
             checked = block_ids, self._num_blocks
             blocks = [given.check_blocks(span, state.keys, *checked) for span in spans]
+            if len({*chain.from_iterable(blocks)}) < sum(map(len, blocks)):
+                remedy = "names a block twice: all groups number the blocks of one pool"
+                raise given.wrong("block_ids", block_ids, remedy)
             self._count_use(state, end)
             keys: list[OffloadKey] = []
             for group, _, chunks in spans:
