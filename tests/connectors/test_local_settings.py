@@ -4,9 +4,11 @@ import threading
 
 import numpy as np
 import pytest
+import torch
 
 from kvoffload import folder_digest
 from kvoffload.connectors.local import LocalConnector
+from kvoffload.core.interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 from kvoffload.errors import ConfigError
 
 BLOCK = 4
@@ -56,6 +58,21 @@ def test_a_block_size_that_holds_nothing_is_refused(kv_caches, block_size):
     with pytest.raises(ConfigError, match="block_size"):
         LocalConnector(
             {"cpu_bytes": "64KiB"}, kv_caches, block_size=block_size, facts={"model": "m"}
+        )
+
+
+@pytest.mark.parametrize("block_size", [12, 32])
+def test_hashes_that_end_where_no_block_does_are_refused(kv_caches, block_size):
+    """With 12 tokens of a hash, the key of 16 tokens would be one of 12 of them alone."""
+    spec = FullAttentionSpec(block_size=16, num_kv_heads=1, head_size=4, dtype=torch.int8)
+    groups = KVCacheConfig(64, [], [KVCacheGroupSpec(["layer"], spec)])
+    with pytest.raises(ConfigError, match=rf"block_size = {block_size}: must divide the 16 tokens"):
+        LocalConnector(
+            {"cpu_bytes": "64KiB"},
+            kv_caches,
+            block_size=block_size,
+            facts={"model": "m"},
+            kv_cache_config=groups,
         )
 
 

@@ -38,13 +38,21 @@ def kinds_of_groups(hash_block_size: int, config: KVCacheConfig | None) -> list[
     Args:
         hash_block_size: tokens that a hash of a request stands for.
         config: of the cache; None for one group of full attention.
+
+    Raises:
+        ConfigError: no hash of a request ends where a block does.
     """
     if config is None:
         return [Group(0, KVCacheSpec(hash_block_size), hash_block_size)]
-    return [
+    kinds = [
         make_group(i, group.kv_cache_spec, hash_block_size)
         for i, group in enumerate(config.kv_cache_groups)
     ]
+    for kind in kinds:
+        if kind.block_size % hash_block_size:
+            remedy = f"must divide the {kind.block_size} tokens of a block of group {kind.index}"
+            raise ConfigError("block_size", hash_block_size, remedy)
+    return kinds
 
 
 def choose_blocks_per_chunk(kinds: Sequence[Group], kv_caches: CanonicalKVCaches) -> int:
