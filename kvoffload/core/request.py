@@ -17,6 +17,7 @@ class Request:
         num_computed_tokens: tokens whose KV is in GPU blocks; the engine advances it.
         priority: lower is served first; the core does not read it.
         kv_transfer_params: free-form hints for connectors.
+        cache_salt: of the chain; names the request's tenant.
     """
 
     def __init__(
@@ -33,6 +34,7 @@ class Request:
         self.num_computed_tokens = num_computed_tokens
         self.priority = priority
         self.kv_transfer_params = kv_transfer_params
+        self.cache_salt = chain.extras.cache_salt
 
     @property
     def token_ids(self) -> list[int]:

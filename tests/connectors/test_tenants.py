@@ -7,6 +7,8 @@ import sys
 import pytest
 from disk_commands import answered, kvoffload
 
+from kvoffload.core.hashing import BlockHasher, HashChain
+from kvoffload.core.request import Request
 from kvoffload.offload.base import tenant_id
 
 BLOCK, PROMPT = 4, 41
@@ -75,6 +77,15 @@ def test_the_chunks_of_one_tenant_are_erased_and_no_other(connect, salted, tier,
     assert [hits(connector, salted(name, f"again {name}")) for name in ("two", "three")] == [5, 5]
     text = kvoffload("gc", *words, "--tenant", "salt of B", "--older-than", "1h").stdout
     assert text.startswith("removed 0 chunks")
+
+
+def test_a_request_of_the_core_has_the_tenant_of_its_hashes(connect, tmp_path):
+    tier = {"type": "disk", "root": str(tmp_path / "kv"), "min_free": 0}
+    connector = connect(tier, tenants=True)
+    chain = HashChain(BlockHasher(BLOCK), range(PROMPT), cache_salt="salt of A")
+    store(connector, Request("r", chain))
+    connector.close()
+    assert answered("gc", tier["root"], "--tenant", "salt of A")["removed"] == PROMPT // BLOCK // 2
 
 
 def test_without_the_setting_no_chunk_tells_its_tenant(connect, salted, tier):
