@@ -24,6 +24,7 @@ A subclass may use any private name: those of these classes are mangled.
 """
 
 import asyncio
+import inspect
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -38,6 +39,7 @@ from kvoffload.backends.seals import Seal
 log = logging.getLogger(__name__)
 
 _STALLED = "%s: every thread has hung in a %s for %g s; chunks are misses until one returns"
+_FUNCTIONS = ("get", "put", "load", "store", "has", "delete")
 T = TypeVar("T")
 
 
@@ -47,6 +49,13 @@ class ChunkwiseBackend(CountedBackend, ABC):
     The functions may raise: the chunk is then a miss, counted as ``read_failed`` or
     ``write_failed``.
     """
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        for name in _FUNCTIONS:
+            if inspect.iscoroutinefunction(getattr(cls, name, None)):
+                what = f"{cls.__name__}.{name} is a coroutine, which nothing here would run"
+                raise TypeError(f"{what}: use AsyncBackend of kvoffload.backends.asynchronous")
 
     # ---- what a subclass defines -----------------------------------------------------------
 

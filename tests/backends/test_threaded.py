@@ -53,6 +53,17 @@ class Functions:
         self.released += 1
 
 
+@pytest.mark.parametrize("name", ["get", "put", "has", "delete", "load", "store"])
+def test_a_coroutine_is_no_function_of_a_chunk(name):
+    """The coroutine that a call returns would count as a stored chunk, and never run."""
+
+    async def function(self, key, *memory):
+        return True
+
+    with pytest.raises(TypeError, match=rf"Wrong\.{name} is a coroutine.*AsyncBackend"):
+        type("Wrong", (ThreadedBackend,), {name: function})
+
+
 class Dictionary(Functions, ThreadPoolBackend):
     """On threads."""
 
