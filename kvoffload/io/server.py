@@ -332,7 +332,7 @@ class Session:
         ``running`` are cancelled calls on the old stores, which ``closing`` closes.
         """
         remains: list[str] = []
-        forgotten, left = wanted.forgotten.get(store.name, []), self._left.pop(store.name, [])
+        forgotten = wanted.forgotten.get(store.name, [])
         if wanted.erases(store.name):
             are_over = all(call.done() for call in running if call.get_name() == store.name)
             try:
@@ -343,9 +343,8 @@ class Session:
                 raise
             if not are_over:
                 remains.append(f"{store.name}: a call that began before hangs, and may store yet")
-        else:
-            left += forgotten
-        if left:
+            forgotten = []
+        if left := [*self._left.pop(store.name, ()), *forgotten]:
             self._spawn(self._retire(closing, store, left))
         if wanted is not self._wanted:  # it hung until newer stores were wanted
             await close_stores([store], CLOSE_S)

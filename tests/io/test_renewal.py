@@ -217,3 +217,28 @@ def test_what_a_store_had_to_remove_as_it_was_replaced_the_next_one_removes(
         opens.set()
     until(lambda: {*third.removed} == {"0" * 64, "1" * 64})
     assert not second.removed
+
+
+def test_what_a_store_had_to_remove_is_not_lost_with_one_that_is_replaced_as_it_erases(
+    closing, until, monkeypatch
+):
+    first, second, third, fourth = stores = [Removing() for _ in range(4)]
+    is_asked = threading.Event()
+
+    async def hangs(namespaces):
+        is_asked.set()
+        await asyncio.sleep(20)
+
+    third.purge = hangs
+    client, heirs = closing(client_over({"memory": first}, Slab(4, 4096))), iter(stores[1:])
+    monkeypatch.setattr(registry, "open_backend", lambda *_, **__: next(heirs))
+    client.renew("1" * 64, {}, ["0" * 64])
+    client.renew("1" * 64, {}, ["1" * 64], timeout_s=None)
+    until(lambda: second.is_shut)
+    first.gate.set()
+    time.sleep(0.1)  # the second store finds that it is closed
+    for store in stores:
+        store.gate.set()
+    assert is_asked.wait(20)
+    client.renew("1" * 64, {}, ["1" * 64], timeout_s=None)
+    until(lambda: {*fourth.removed} == {"0" * 64, "1" * 64})
