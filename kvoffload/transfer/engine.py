@@ -44,6 +44,8 @@ ROUTES: tuple[tuple[type[LoadStoreSpec], type[LoadStoreSpec]], ...] = (
 _NO_IO = threading.Event()
 """The ``io_done`` of jobs that use no tier."""
 _NO_IO.set()
+_LOOK_S = 1.0
+"""Between two looks at the last copy of a load that a thread waits for."""
 FAILURES = ("missing", "corrupt", "late", "unavailable", "deadline", "io_died", "error")
 """Reasons of failed transfers whose counters begin at 0."""
 
@@ -79,7 +81,9 @@ class EngineJob(Listener):
 
     def wait(self) -> None:
         """Block until the answer is ready."""
-        self.io_done.wait()
+        while not self.io_done.wait(_LOOK_S):
+            for fence, _ in self.fences[-1:]:
+                fence.done()  # it tells of a call that hangs
         for fence, _ in self.fences:
             fence.wait()
 
@@ -206,11 +210,13 @@ class TransferEngine(OffloadingHandler):
     def get_finished(self) -> list[TransferResult]:
         if not self._jobs:
             return []
-        done = [
-            job
-            for job in self._jobs.values()
-            if job.io_done.is_set() and all(fence.done() for fence, _ in job.fences)
-        ]
+        done = list[EngineJob]()
+        for job in self._jobs.values():
+            if job.io_done.is_set():
+                if all(fence.done() for fence, _ in job.fences):
+                    done.append(job)
+            elif job.fences:  # a read may wait for this copy, and the copy for a call that hangs
+                job.fences[-1][0].done()  # which it tells of
         results = [self._jobs.pop(job.job_id).result() for job in done]
         for job, result in zip(done, results, strict=True):
             good = result.ok.count(True)

@@ -2,6 +2,7 @@
 
 import hashlib
 import random
+import threading
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 
 from kvoffload import open_backend
 from kvoffload.messages import CPULoadStoreSpec, Fetch, GPULoadStoreSpec, make_offload_key
+from kvoffload.transfer.cuda import stream_copier
 from kvoffload.transfer.cuda.stream_copier import StreamCopier
 from kvoffload.transfer.engine import TransferEngine
 from kvoffload.transfer.tier_load import portions
@@ -51,6 +53,46 @@ def test_a_slot_is_read_into_again_only_when_the_device_has_copied_it(until, see
             at = region.offset + i % PER_CHUNK * region.page_bytes
             wanted = chunks[i // PER_CHUNK][at : at + region.page_bytes]
             assert torch.equal(pages[block], torch.from_numpy(wanted.copy()))
+
+
+@pytest.mark.parametrize("waits", [False, True], ids=["polled", "waited for"])
+def test_a_copy_that_hangs_is_told_of_though_the_next_read_waits_for_it(
+    until, monkeypatch, caplog, waits
+):
+    caches, layout, slab = small_parts(num_slots=2)
+    device = LateDevice(caches, slab, 0)
+    copier = StreamCopier(caches, slab, layout, device)
+    store = open_backend("memory", {"capacity": "1MiB"}, "0" * 64)
+    io = client_over({"store": store}, slab)
+    chunk = memoryview(bytes(layout.payload_bytes[0]))
+    assert all(call(io, store.write(KEYS, [chunk] * CHUNKS)))
+    engine = TransferEngine(io, slab, layout, copier)
+    source = CPULoadStoreSpec(
+        [i % 2 for i in range(CHUNKS)], [Fetch("store", tuple(range(CHUNKS)), KEYS)]
+    )
+    copy, returns = device.copy, threading.Event()
+
+    def hang(*given):
+        returns.wait()
+        copy(*given)
+
+    monkeypatch.setattr(device, "copy", hang)
+    monkeypatch.setattr(stream_copier, "LATE_S", 0.05)
+    waiting = threading.Thread(target=engine.wait, args=([1],))
+    try:
+        assert engine.transfer_async(1, (source, GPULoadStoreSpec(range(NUM_BLOCKS))))
+        if waits:
+            waiting.start()
+        until(lambda: "has not returned" in caplog.text or (not waits and engine.get_finished()))
+        assert not engine.get_finished()
+    finally:
+        returns.set()
+        if waits:
+            waiting.join(60)
+        (result,) = until(engine.get_finished)
+        io.close()
+        copier.close()
+    assert result.success
 
 
 @pytest.mark.parametrize(
