@@ -153,8 +153,10 @@ class Slots:
         try:
             moved = 0
             if files.room:
-                slots = segment.slots(direct=False, to_read=True)
-                moved = files.read_cached(slots.fd, buffers, wanted, offset)
+                # The read that follows tells of an error that lasts.
+                with contextlib.suppress(OSError):
+                    slots = segment.slots(direct=False, to_read=True)
+                    moved = files.read_cached(slots.fd, buffers, wanted, offset)
             if moved < wanted:
                 direct = files.direct and all(map(is_aligned, targets))
                 slots = segment.slots(direct=direct, to_read=True)

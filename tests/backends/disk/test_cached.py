@@ -119,6 +119,28 @@ async def test_a_page_cache_that_fails_costs_no_chunk(tmp_path, kernel_files, ca
     assert await load(backend, keys) == [True] * 4
 
 
+async def test_slots_that_cannot_be_opened_for_the_page_cache_are_read_directly(
+    tmp_path, kernel_files
+):
+    vfs = HookedVfs()
+    backend = open_disk(tmp_path, form="segments", vfs=vfs)
+    if backend.io_mode != "auto":
+        pytest.skip("no direct I/O here")
+    keys, open_file = keys_of(4), vfs.open
+    assert await write(backend, keys) == [True] * 4
+    backend._store.segments._files._kept.clear()
+
+    def only_directly(path, flags):
+        if kind_of(path) == "slots" and not flags & os.O_DIRECT:
+            raise OSError(errno.EMFILE, "no descriptor is left")
+        return open_file(path, flags)
+
+    vfs.open = only_directly
+    assert await load(backend, keys) == [True] * 4
+    del vfs.open
+    await backend.close()
+
+
 @pytest.mark.parametrize("is_cold", [False, True])
 async def test_damage_in_the_page_cache_or_on_the_disk_is_found(cached, tmp_path, is_cold):
     backend, _ = cached
