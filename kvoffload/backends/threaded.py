@@ -28,6 +28,7 @@ import inspect
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 from kvoffload.backends.base import ReadResult, Written, check_lengths
@@ -39,7 +40,7 @@ from kvoffload.backends.seals import Seal
 log = logging.getLogger(__name__)
 
 _STALLED = "%s: every thread has hung in a %s for %g s; chunks are misses until one returns"
-_FUNCTIONS = ("get", "put", "load", "store", "has", "delete")
+_FUNCTIONS = ("get", "put", "load", "store", "has", "delete", "release")
 T = TypeVar("T")
 
 
@@ -52,8 +53,9 @@ class ChunkwiseBackend(CountedBackend, ABC):
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
-        for name in _FUNCTIONS:
-            if inspect.iscoroutinefunction(getattr(cls, name, None)):
+        # A plug-in's own method may have the name of a function that its base class has not.
+        for name in filter(partial(hasattr, super(cls, cls)), _FUNCTIONS):
+            if inspect.iscoroutinefunction(getattr(cls, name)):
                 what = f"{cls.__name__}.{name} is a coroutine, which nothing here would run"
                 raise TypeError(f"{what}: use AsyncBackend of kvoffload.backends.asynchronous")
 

@@ -53,7 +53,7 @@ class Functions:
         self.released += 1
 
 
-@pytest.mark.parametrize("name", ["get", "put", "has", "delete", "load", "store"])
+@pytest.mark.parametrize("name", ["get", "put", "has", "delete", "load", "store", "release"])
 def test_a_coroutine_is_no_function_of_a_chunk(name):
     """The coroutine that a call returns would count as a stored chunk, and never run."""
 
@@ -62,6 +62,16 @@ def test_a_coroutine_is_no_function_of_a_chunk(name):
 
     with pytest.raises(TypeError, match=rf"Wrong\.{name} is a coroutine.*AsyncBackend"):
         type("Wrong", (ThreadedBackend,), {name: function})
+
+
+@pytest.mark.parametrize("name", ["get", "put"])
+def test_a_coroutine_of_the_plug_ins_own_is_none_of_the_functions(name):
+    """A store with a format of its own has neither function: it may use the names."""
+
+    async def function(self, url):
+        return url
+
+    type("Own", (ThreadPoolBackend,), {name: function})
 
 
 class Dictionary(Functions, ThreadPoolBackend):
