@@ -28,6 +28,7 @@ def run_apart(run: Callable[[], None]) -> None:
     signal.pthread_sigmask(signal.SIG_BLOCK, _ENDS)  # until there is a handler of each
     child = os.fork()
     if not child:
+        os.close(here)
         _run_and_tell(run, there)
     os.close(there)
 
@@ -52,6 +53,7 @@ def _run_and_tell(run: Callable[[], None], there: int) -> NoReturn:
         signal.signal(signal.SIGINT, signal.default_int_handler)
         signal.signal(signal.SIGTERM, _interrupt)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
+        threading.Thread(target=_end_with_caller, args=[there], daemon=True).start()
         run()
         code = 0
     except SystemExit as ending:
@@ -65,6 +67,14 @@ def _run_and_tell(run: Callable[[], None], there: int) -> NoReturn:
         drop_output(1, 2)
         os.write(there, bytes([code]))
         os._exit(0)
+
+
+def _end_with_caller(there: int) -> None:
+    """Wait until no process reads what the command tells, then end it: its caller was killed."""
+    unread = select.poll()
+    unread.register(there, 0)
+    unread.poll()
+    os.kill(os.getpid(), signal.SIGTERM)
 
 
 def _interrupt(*_: object) -> None:

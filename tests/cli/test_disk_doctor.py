@@ -368,3 +368,12 @@ def test_a_signal_ends_a_command_that_was_started_in_the_background(tmp_path, un
     os.kill(pid, number)
     assert started.communicate(timeout=60) == (b"", None)
     until((tmp_path / "tidied").exists)
+
+
+def test_a_command_ends_with_its_caller_that_is_killed(tmp_path, until):
+    """Else gc would go on removing, where nobody sees it."""
+    words = [sys.executable, "-c", ENDLESS]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, cwd=tmp_path) as started:
+        assert started.stdout.read(len(f"{started.pid}\nbegun\n"))
+        started.kill()
+        until((tmp_path / "tidied").exists)
