@@ -313,6 +313,10 @@ class Adapters:
         return _Read(digest, before)
 
 
+ADAPTERS = Adapters()
+"""Of this process: it outlives the function that hashes them, which a plug-in may replace."""
+
+
 def _name(lora: Any) -> tuple[str, str, int]:
     return lora.lora_name, lora.lora_path, lora.lora_int_id
 
@@ -350,7 +354,6 @@ def hash_adapters() -> None:
     theirs = getattr(kv_cache_utils, "_gen_lora_extra_hash_keys", None)
     if theirs is None or hasattr(theirs, _CONTENT):
         return  # without it each request with an adapter stays out of the tiers
-    adapters = Adapters()
 
     @wraps(theirs)
     def with_content(request: Any) -> Any:
@@ -358,23 +361,24 @@ def hash_adapters() -> None:
         if not keys:
             return keys
         if _CONTENT not in vars(request):  # once: the rest of its blocks are the same adapter's
-            setattr(request, _CONTENT, (adapters, adapters.content(request.lora_request)))
+            setattr(request, _CONTENT, (ADAPTERS, ADAPTERS.content(request.lora_request)))
         _, content = vars(request)[_CONTENT]
         # Events show the second item of each key alone: a name.
         return [(*key, content) for key in keys] if content else keys
 
-    setattr(with_content, _CONTENT, adapters)
+    setattr(with_content, _CONTENT, ADAPTERS)
     kv_cache_utils._gen_lora_extra_hash_keys = with_content
+    hook(EngineCore, "add_lora", _around_add)
+    hook(EngineCore, "remove_lora", _around_remove)
 
-    def add_lora(add: Callable[..., Any], core: Any, lora_request: Any) -> Any:
-        adapters.loads(lora_request)
-        added = add(core, lora_request)
-        adapters.content(lora_request)  # files that changed meanwhile tell nothing
-        return added
 
-    def remove_lora(remove: Callable[..., Any], core: Any, lora_id: int) -> Any:
-        adapters.unloaded(lora_id)
-        return remove(core, lora_id)
+def _around_add(add: Callable[..., Any], core: Any, lora_request: Any) -> Any:
+    ADAPTERS.loads(lora_request)
+    added = add(core, lora_request)
+    ADAPTERS.content(lora_request)  # files that changed meanwhile tell nothing
+    return added
 
-    hook(EngineCore, "add_lora", add_lora)
-    hook(EngineCore, "remove_lora", remove_lora)
+
+def _around_remove(remove: Callable[..., Any], core: Any, lora_id: int) -> Any:
+    ADAPTERS.unloaded(lora_id)
+    return remove(core, lora_id)

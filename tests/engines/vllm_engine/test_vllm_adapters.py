@@ -148,3 +148,18 @@ def test_hashes_that_another_plug_in_has_wrapped_get_the_content_too_and_once(
     assert len(key) == len(plain(asked)[0]) + 1
     assert is_told(asked)
     assert Path(asked.lora_request.lora_path).is_dir()
+
+
+def test_an_adapter_counts_as_it_was_loaded_where_a_plug_in_has_replaced_the_hashes_since(
+    tmp_path, monkeypatch
+):
+    """Its files may be others before its first request, whose KV is that of the loaded ones."""
+    plain = kv_cache_utils._gen_lora_extra_hash_keys.__wrapped__
+    monkeypatch.setattr(kv_cache_utils, "_gen_lora_extra_hash_keys", lambda asked: plain(asked))
+    hash_adapters()  # as the next engine of the process does
+    asked = request(write_adapter(tmp_path / "a"))
+    executor = types.SimpleNamespace(add_lora=lambda lora: True)
+    assert EngineCore.add_lora(types.SimpleNamespace(model_executor=executor), asked.lora_request)
+    write_adapter(tmp_path / "a", seed=1)
+    keys(asked)
+    assert not is_told(asked)
