@@ -110,7 +110,8 @@ class KVOffloadConnector(OffloadingConnector):  # type: ignore[misc]  # untyped 
         known: KnownLookup | None = notes.known
         if known is None or known.asked != asked or now_s >= known.until_s:
             answer = half.get_num_new_matched_tokens(request, num_computed_tokens, most)
-            until_s = now_s + half.settings.lookup_timeout_s if answer[0] is None else math.inf
+            waits = {None: half.settings.lookup_timeout_s, 0: math.inf}
+            until_s = now_s + waits.get(answer[0], half.patience_s)
             notes.known = known = KnownLookup(asked, answer, until_s)
             self._has_stats = True
         half.adapter.manager.request_answered(

@@ -58,6 +58,8 @@ class RequestNotes:
     was_answered: bool = False
     """Whether a lookup of it has ended."""
     num_failed_loads: int = 0
+    offered_s: float | None = None
+    """Since when vLLM has known of a load that it has not begun; monotonic."""
 
 
 def notes_of(req_context: VllmContext) -> RequestNotes:

@@ -142,7 +142,7 @@ class KnownLookup(NamedTuple):
     """All that the answer depends on: it is valid until something of it changes."""
     answer: tuple[int | None, bool]
     until_s: float
-    """Monotonic; "ask again" is valid for a while, because lookups end at a deadline."""
+    """Monotonic; an answer but 0 is valid for a while, because lookups and waits for room end."""
 
 
 # ---- The time of steps ----

@@ -27,7 +27,7 @@ from kvoffload.connectors.vllm import withheld_stores
 from kvoffload.connectors.vllm.client_requests import ClientParams, ExplainedRequests, is_trusted
 from kvoffload.connectors.vllm.engine_metrics import hit_tokens
 from kvoffload.connectors.vllm.engine_weights import Generations, is_told
-from kvoffload.connectors.vllm.manager_adapter import ManagerAdapter, notes_of
+from kvoffload.connectors.vllm.manager_adapter import ManagerAdapter, RequestNotes, notes_of
 from kvoffload.connectors.vllm.operators import Operators
 from kvoffload.connectors.vllm.quiet_steps import DueRequests, StepMeter, has_orders
 from kvoffload.connectors.vllm.rank_tiers import RankTiers
@@ -78,7 +78,7 @@ class KVOffloadScheduler(OffloadingConnectorScheduler):  # type: ignore[misc]  #
         self.generations = Generations(self)
         self._vllm_config = vllm_config
         self.operators = Operators(self, vllm_config)
-        self._stepped_s = time.monotonic()
+        self._stepped_s = self._moved_s = time.monotonic()
         self._awaits_reports = False
         """Until the next step: the stores may have changed in a time without reports."""
         self._meter = StepMeter(self.adapter.computed)
@@ -173,7 +173,8 @@ class KVOffloadScheduler(OffloadingConnectorScheduler):  # type: ignore[misc]  #
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """See vLLM; the request waits no more."""
         super().update_state_after_alloc(request, blocks, num_external_tokens)
-        notes_of(self._req_status[request.request_id].req_context).known = None
+        notes = notes_of(self._req_status[request.request_id].req_context)
+        notes.known = notes.offered_s = None
         self.adapter.manager.request_admitted(ReqContext(request.request_id))
 
     def get_num_new_matched_tokens(
@@ -198,7 +199,7 @@ class KVOffloadScheduler(OffloadingConnectorScheduler):  # type: ignore[misc]  #
             if notes.num_failed_loads >= MAX_FAILED_LOADS:
                 # The stores promised these chunks twice and failed.
                 found = None if status.transfer_jobs else 0
-            elif found is None and self._waited_long(request):
+            elif self._is_stuck(notes) if found else self._waited_long(request):
                 found = 0
         if found is not None:
             self._note_first_look(status, hints.explain, found)
@@ -267,11 +268,30 @@ class KVOffloadScheduler(OffloadingConnectorScheduler):  # type: ignore[misc]  #
             if group.sliding_window_size_in_chunks is None:
                 yield from state.offload_keys
 
+    @property
+    def patience_s(self) -> float:
+        """How long a request waits for an answer, or for room for its load."""
+        return self.settings.lookup_timeout_s + self.settings.load_timeout_s
+
+    def _is_stuck(self, notes: RequestNotes) -> bool:
+        """Return whether vLLM has no room for a load, and nothing runs that would make some.
+
+        It keeps blocks for a request whose load failed until that runs, from its own next load too:
+        with a prompt of more than half of the GPU's blocks no request would ever run.
+        """
+        now_s = time.monotonic()
+        notes.offered_s = notes.offered_s or now_s
+        if now_s - max(notes.offered_s, self._moved_s) < self.patience_s:
+            return False
+        self.adapter.count("lookup_timeout")
+        return True
+
     def _waited_long(self, request: Any) -> bool:
         status = self._req_status[request.request_id]
         since_s: float | None = status.deferred_lookup_start_time
-        limit_s = self.settings.lookup_timeout_s + self.settings.load_timeout_s
-        if since_s is None or status.transfer_jobs or time.monotonic() - since_s < limit_s:
+        if since_s is None or status.transfer_jobs:
+            return False
+        if time.monotonic() - since_s < self.patience_s:
             return False
         # Another request's load of its chunks ends by itself when none come; the time begins then.
         # One from host memory as well: vLLM's first step may take longer than all these limits.
@@ -311,6 +331,8 @@ class KVOffloadScheduler(OffloadingConnectorScheduler):  # type: ignore[misc]  #
         self.adapter.changes += self._awaits_reports
         self._awaits_reports = False
         self._stepped_s = time.monotonic()
+        if scheduler_output.total_num_scheduled_tokens or self._table:
+            self._moved_s = self._stepped_s
         for req_id in scheduler_output.preempted_req_ids or ():
             status = self._req_status.get(req_id)
             if status is not None and status.req.status == RequestStatus.PREEMPTED:  # still

@@ -250,6 +250,24 @@ def test_a_death_of_the_io_process_in_the_queue_leaves_nothing(alone):
     at_rest(rig)
 
 
+def test_a_load_that_failed_takes_no_room_from_its_next_try(alone):
+    """vLLM keeps the blocks of the first try for the request, and refused the second for ever."""
+    rig = filled(alone, 7 * CHUNKS, io="process", load_timeout_s=0.5)
+    manager_of(rig).reset_cache()
+    io, request = rig.worker.connector_worker._spec.io, None
+    os.kill(died := io._peer.pid, signal.SIGSTOP)
+    request, until_s = rig.add(prompt(0), 8), time.monotonic() + 60
+    while request.status != RequestStatus.WAITING_FOR_REMOTE_KVS:
+        rig.step()
+        assert time.monotonic() < until_s, "no load begins"
+    os.kill(died, signal.SIGKILL)
+    while io._peer is None or io._peer.pid == died or not io.tiers["disk"].is_open:
+        time.sleep(0.01)  # its chunks are there again before vLLM learns of the failure
+        assert time.monotonic() < until_s, "no I/O process is started"
+    run(rig, [request])
+    at_rest(rig)
+
+
 def has_an_image(request):
     """Without a salt it stays out of all tiers."""
     request.mm_features = [object()]

@@ -443,7 +443,7 @@ def test_chunks_offered_before_the_workers_are_known_are_offered_again_and_not_l
 
 def test_an_answer_is_valid_until_something_changes(met, monkeypatch):
     half, _ = met(cpu_bytes=16384, lookup_timeout_s=0.25)
-    answers, now_s = [(32, True), (None, False), (0, False), (16, True)], [0.0]
+    answers, now_s = [(32, True), (16, True), (None, False), (0, False), (0, True)], [0.0]
     monkeypatch.setattr(half, "get_num_new_matched_tokens", lambda *asked: answers.pop(0))
     monkeypatch.setattr(KVOffloadConnector, "_max_loadable_tokens", lambda *asked: None)
     clock = types.SimpleNamespace(monotonic=lambda: now_s[0])
@@ -457,13 +457,17 @@ def test_an_answer_is_valid_until_something_changes(met, monkeypatch):
         return connector.get_num_new_matched_tokens(request, computed)
 
     assert ask() == (32, True)
-    now_s[0] = 1e6
+    now_s[0] = half.patience_s - 0.1
     assert ask() == (32, True)
+    now_s[0] += 0.2
+    assert ask() == (16, True), "vLLM may never find room for the load"
     half.adapter.changes += 1
     assert ask() == (None, False)
     now_s[0] += 0.2
     assert ask() == (None, False)
     now_s[0] += 0.1
     assert ask() == (0, False), "lookups end at a deadline"
-    assert ask(16) == (16, True)
+    now_s[0] = 1e6
+    assert ask() == (0, False)
+    assert ask(16) == (0, True)
     assert not answers
