@@ -276,8 +276,8 @@ class KVOffloadScheduler(OffloadingConnectorScheduler):  # type: ignore[misc]  #
     def _is_stuck(self, notes: RequestNotes) -> bool:
         """Return whether vLLM has no room for a load, and nothing runs that would make some.
 
-        It keeps blocks for a request whose load failed until that runs, from its own next load too:
-        with a prompt of more than half of the GPU's blocks no request would ever run.
+        It keeps blocks for a request whose load failed until that runs, from its own next load too.
+        With a prompt of more than half of the GPU's blocks no request would ever run.
         """
         now_s = time.monotonic()
         notes.offered_s = notes.offered_s or now_s
