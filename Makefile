@@ -34,7 +34,7 @@ chaos: $(READY) redis-server
 	@$(BIN)/python -c 'import atheris' 2>/dev/null \
 	  || $(BIN)/$(PIP_INSTALL) 'atheris>=3.0,<4' \
 	  || echo "COULD NOT INSTALL atheris: fuzzing by coverage will be skipped"
-	$(BIN)/python -m pytest -m chaos --timeout=3600
+	$(BIN)/python -m pytest -n $$(($$(nproc) + 2)) --maxprocesses 4 --dist worksteal -m chaos --timeout=3600
 	for venv in $(VLLM) $(NEWER); do \
 	  if [ -e $$venv/.ready ]; then $$venv/$(PYTEST) -m chaos $(VLLM_CHAOS) || exit; \
 	  else echo "NOT RUN with $$venv, which is not set up: make test-vllm does so"; fi; done
