@@ -34,6 +34,7 @@ from kvoffload.connectors.vllm.quiet_steps import KnownLookup
 from kvoffload.connectors.vllm.scheduler import KVOffloadScheduler
 from kvoffload.connectors.vllm.start import (
     VllmConfigSettings,
+    check_groups,
     check_layout,
     check_settings,
     read_settings,
@@ -52,12 +53,13 @@ class KVOffloadConnector(OffloadingConnector):  # type: ignore[misc]  # untyped 
     """vLLM's offloading connector with our two halves; made by vLLM, once a role and process.
 
     Raises:
-        ConfigError: a setting in ``kv_connector_extra_config`` is wrong, the layout of the KV
-            cache cannot be offloaded, or vLLM is untested.
+        ConfigError: a setting in ``kv_connector_extra_config`` is wrong, the KV cache or a
+            part of it cannot be offloaded, or vLLM is untested.
     """
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         check_layout(vllm_config.cache_config.kv_cache_layout)
+        check_groups(kv_cache_config)
         # Past OffloadingConnector's own constructor, which would build vLLM's halves.
         KVConnectorBase_V1.__init__(self, vllm_config, role, kv_cache_config)
         settings = check_settings(vllm_config.kv_transfer_config.kv_connector_extra_config)

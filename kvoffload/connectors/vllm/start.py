@@ -117,6 +117,35 @@ def check_layout(layout: str | None) -> None:
         )
 
 
+def check_groups(kv_cache_config: Any) -> None:
+    """Refuse a model of which vLLM's offloading moves a part alone, where a load restores a prefix.
+
+    With HiSparse the KV cache lies in pages of the host, and vLLM's offloading moves the index of
+    it. After a load vLLM would read pages that have no bytes.
+
+    Args:
+        kv_cache_config: vLLM's; None in tools, which have no groups.
+
+    Raises:
+        ConfigError: names the layers and the remedy.
+    """
+    from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import (
+        get_offloading_group_ids,
+    )
+
+    if kv_cache_config is None:
+        return
+    needed = set(kv_cache_config.prefix_cacheable_group_ids)
+    if left := needed.difference(get_offloading_group_ids(kv_cache_config)):
+        layers = [kv_cache_config.kv_cache_groups[i].layer_names[0] for i in sorted(left)]
+        raise ConfigError(
+            "kv_connector",
+            CONNECTOR,
+            f"vLLM's offloading leaves out the KV cache of {', '.join(layers)}, and a load would "
+            "bring wrong bytes; take this connector out, or HiSparseConnector",
+        )
+
+
 ONE_PIECE = "BLHNC"
 """The layout in which a block is one piece: the layers lie within the blocks."""
 

@@ -8,8 +8,15 @@ import pytest
 
 pytest.importorskip("vllm.version", reason="vLLM is not installed; see make test-vllm")
 
+import torch
 from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.v1.kv_cache_interface import (
+    KVCacheConfig,
+    KVCacheGroupRole,
+    KVCacheGroupSpec,
+    MLAAttentionSpec,
+)
 
 from kvoffload.connectors.vllm import register
 from kvoffload.connectors.vllm.client_requests import is_trusted, refuse_weak_hashes, warn_of_images
@@ -19,7 +26,13 @@ from kvoffload.connectors.vllm.connector import (
     warn_of_settings,
 )
 from kvoffload.connectors.vllm.fingerprint import hash_root
-from kvoffload.connectors.vllm.start import check_layout, check_version, is_tested, read_settings
+from kvoffload.connectors.vllm.start import (
+    check_groups,
+    check_layout,
+    check_version,
+    is_tested,
+    read_settings,
+)
 from kvoffload.errors import ConfigError
 from kvoffload.memory_limits import available_host_bytes
 
@@ -190,3 +203,18 @@ def test_a_layout_with_heads_outside_of_blocks_is_refused_with_the_remedy():
     resolved = types.SimpleNamespace(cache_config=types.SimpleNamespace(kv_cache_layout="LHBNC"))
     with pytest.raises(ConfigError, match="VLLM_KV_CACHE_LAYOUT"):
         KVOffloadConnector(resolved, None, None)
+
+
+def test_a_model_whose_kv_cache_vllm_offloads_in_part_alone_is_refused_with_the_remedy():
+    spec = MLAAttentionSpec(block_size=16, num_kv_heads=1, head_size=64, dtype=torch.bfloat16)
+    roles = KVCacheGroupRole
+    pages = KVCacheGroupSpec(["pages"], spec, host_resident=True, role=roles.HISPARSE_SOURCE)
+    index = KVCacheGroupSpec(["index"], spec, role=roles.HISPARSE_INDEXER)
+    copies = KVCacheGroupSpec(["copies"], spec, enable_kv_transfer=False)
+    check_groups(KVCacheConfig(8, [], [pages, copies]))  # vLLM makes the copies anew
+    sparse = KVCacheConfig(8, [], [pages, index, copies], hisparse_host_num_blocks=8)
+    with pytest.raises(ConfigError, match=r"leaves out the KV cache of pages.*HiSparseConnector"):
+        check_groups(sparse)
+    usual = types.SimpleNamespace(cache_config=types.SimpleNamespace(kv_cache_layout=None))
+    with pytest.raises(ConfigError, match="leaves out the KV cache of pages"):
+        KVOffloadConnector(usual, None, sparse)
