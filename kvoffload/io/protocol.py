@@ -47,7 +47,9 @@ def tiers_of(backends: Iterable[BackendConfig], *taken: str) -> list[TierSetting
     """Name each backend of settings: by its type; a second one of a name by its place as well."""
     named: dict[str, TierSettings] = {}
     for i, wanted in enumerate(backends):
-        name = wanted.type if wanted.type not in (*taken, *named) else f"{wanted.type}{i}"
+        name = wanted.type
+        while name in (*taken, *named):
+            name += str(i)
         named[name] = TierSettings(name, wanted.type, wanted.options, f"backends[{i}].")
     return list(named.values())
 

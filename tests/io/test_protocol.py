@@ -5,6 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvoffload.config import BackendConfig
 from kvoffload.io.protocol import (
     Answered,
     Arrived,
@@ -17,6 +18,7 @@ from kvoffload.io.protocol import (
     PresenceChanges,
     Store,
     frame,
+    tiers_of,
 )
 from kvoffload.policies.told_return import ToldReturn
 
@@ -54,6 +56,13 @@ def test_what_is_wrong_in_a_message_is_named_whatever_else_is_in_it():
     for body, why in wrong:
         with pytest.raises(msgspec.DecodeError, match=why):
             list(MessageReader(to_server=True).feed(len(body).to_bytes(4, "little") + body))
+
+
+def test_each_tier_has_a_name_of_its_own_whatever_its_plug_in_is_called():
+    types = ["disk2", "disk", "disk", "disk2", "disk22"]
+    named = tiers_of(map(BackendConfig, types), "serve")
+    assert [tier.type for tier in named] == types
+    assert [tier.name for tier in named] == ["disk2", "disk", "disk22", "disk23", "disk224"]
 
 
 def test_sizes_are_one_number_or_one_for_each_chunk():
