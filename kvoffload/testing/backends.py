@@ -311,10 +311,10 @@ class PersistentBackendSuite(BackendSuite):
     @on_a_loop
     async def test_a_new_reader_gets_the_chunks_of_earlier_processes(self) -> None:
         """Where changes are listed, all stored chunks are listed before ``is_complete``."""
-        one, two, keys = await self.opened(), self.open("two"), keys_of(6)
+        one, keys = await self.opened(), keys_of(6)
         if not isinstance(one, LocalIndex):
             pytest.skip("has no index")
-        await self.closed_later(two)
+        two = await self.opened("two")
         await one.write(keys, filled(keys))
         await two.write(keys_of(3, "two"), filled(keys_of(3, "two")))
         await one.close()
