@@ -8,6 +8,7 @@ import pytest
 
 from kvoffload.testing import Plan
 from kvoffload.testing.backends import keys_of
+from tests.helpers.until import wait
 from tests.support import kill_points
 
 ACTS = {
@@ -48,8 +49,9 @@ def act(engine, planned, what):
     elif what == "reopen":
         os.kill(engine.pid, signal.SIGKILL)
     elif what == "renew":
-        for _ in range(2):  # the second one forgets the generation of the first
+        for _ in range(2):  # the second one forgets the generation of the first, once it was open
             engine.connector.reset_cache()
+            wait(lambda: engine.died or not engine.client._is_opening)
         engine.forget()
     elif what == "close":
         engine.connector.close()

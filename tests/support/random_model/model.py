@@ -3,6 +3,7 @@
 ``python -m tests.support.random_model.model SEED [SECONDS]`` runs one by itself.
 """
 
+import faulthandler
 import json
 import os
 import random
@@ -509,4 +510,5 @@ def main():
 
 
 if __name__ == "__main__":
+    faulthandler.enable()
     main()
