@@ -7,6 +7,7 @@ in a sub-folder that it removes afterwards.
 import asyncio
 import contextlib
 import os
+import re
 import secrets
 import shutil
 import stat
@@ -49,6 +50,8 @@ _SHARED = (
     "nfs", "nfs4", "cifs", "smb3", "ceph", "lustre", "gpfs", "fuse", "wekafs", "beegfs", "9p",
 )  # fmt: skip
 _IN_MEMORY = ("tmpfs", "ramfs")
+_OCTAL = re.compile(r"\\([0-7]{3})")
+"""A blank in a path, or another character, as the kernel's table of mounts has it."""
 _IF_FAILED = "see the log for the reason"
 _IF_SLOW = "recomputation may be faster than this device"
 
@@ -132,6 +135,7 @@ def file_system_of(root: str) -> tuple[str, str, bool]:
     ):
         for line in mounts:
             _, where, found, *_ = line.split()
+            where = _OCTAL.sub(lambda digits: chr(int(digits[1], 8)), where)
             inside = path == where or path.startswith(where.rstrip("/") + "/")
             if inside and len(where) >= len(best):
                 best, kind = where, found

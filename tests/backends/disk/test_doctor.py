@@ -88,6 +88,7 @@ def test_the_file_system_of_a_path_is_that_of_the_longest_mount_it_is_in(mounts)
         "dev /data/deep btrfs rw 0 0\n"
         "dev /data/deep zfs rw 0 0\n"  # mounted over the one before
         "dev /da nfs rw 0 0\n"
+        "dev /my\\040disk\\134 nfs4 rw 0 0\n"  # as the kernel writes a blank and a backslash
     )
     for path, kind in (
         ("/data", "xfs"),
@@ -95,6 +96,7 @@ def test_the_file_system_of_a_path_is_that_of_the_longest_mount_it_is_in(mounts)
         ("/data/deep/kv", "zfs"),
         ("/data/deeper", "xfs"),
         ("/database", "ext4"),
+        ("/my disk\\/kv", "nfs4"),
         ("/", "ext4"),
     ):
         assert file_system_of(path) == kind, path
