@@ -24,7 +24,7 @@ def check(path: Path) -> None:
     except OSError as error:
         raise ConfigError("plot", str(path), f"cannot be written: {error.strerror}") from error
     if not existed:
-        path.unlink()
+        path.resolve().unlink()  # a link stays, which leads to no file yet
 
 
 def plot(rows: Sequence[Row], title: str, path: Path) -> None:

@@ -83,8 +83,11 @@ def test_a_picture_that_cannot_be_written_is_told_before_the_replay(trace, tmp_p
         done = kvoffload("replay", str(trace), "--policies", "lfu", "--plot", path)
         assert done.returncode == 2
         assert f"plot = {path!r}: cannot be written" in done.stderr
-    kvoffload("replay", str(trace), "--policies", "lfu", "--plot", str(tmp_path / "new.png"))
-    assert not (tmp_path / "new.png").exists()
+    (tmp_path / "link.png").symlink_to("target.png")  # which is not there yet
+    before = sorted(tmp_path.iterdir())
+    for name in ("new.png", "link.png"):
+        kvoffload("replay", str(trace), "--policies", "lfu", "--plot", str(tmp_path / name))
+    assert sorted(tmp_path.iterdir()) == before
 
 
 def test_a_plug_in_that_names_a_class_that_is_not_there_is_named(trace, tmp_path):
