@@ -117,45 +117,22 @@ def run(trace: Trace, loop: Loop, store: Store, clock: list[float]) -> Served:
     more = _asked(trace, rng)
     arrivals: list[tuple[float, int, Iterator[Asked]]] = []
     order = count()
+    warm_up_s = loop.seconds * WARM_UP
     for _ in range(loop.sessions):
-        begin_s = rng.uniform(0, loop.seconds * WARM_UP / 2)
-        session = next(more, iter(()))
-        heapq.heappush(arrivals, (begin_s, next(order), session))
-    served = _run(loop, store, clock, arrivals, order, more)
-    if not served.waits_s:
-        warm_up_s = loop.seconds * WARM_UP
-        raise ConfigError(
-            "trace",
-            trace.name,
-            f"too short: its sessions ended in the {warm_up_s:g} s "
-            "that are not counted; a longer one, fewer sessions, or fewer --minutes",
-        )
-    return served
-
-
-def _run(
-    loop: Loop,
-    store: Store,
-    clock: list[float],
-    arrivals: list[tuple[float, int, Iterator[Asked]]],
-    order: Iterator[int],
-    more: Iterator[Iterator[Asked]],
-) -> Served:
+        begin_s = rng.uniform(0, warm_up_s / 2)
+        heapq.heappush(arrivals, (begin_s, next(order), next(more, iter(()))))
     served = Served()
     queue: deque[tuple[Asked, Iterator[Asked]]] = deque()
     free_s = 0.0
-    begin_s = loop.seconds * WARM_UP
     while arrivals or queue:
         if arrivals and (not queue or arrivals[0][0] <= free_s):
             time_s, _, session = heapq.heappop(arrivals)
             asked = next(session, None)
-            while asked is None:
-                following = next(more, None)
-                if following is None:
-                    break  # no further session: fewer would be alive from now on
-                session, asked = following, next(following, None)
+            if asked is None:  # the session has ended: another one begins
+                session = next(more, iter(()))
+                asked = next(session, None)
             if asked is None:
-                break
+                break  # no further session: fewer would be alive from now on
             clock[0] = asked.arrived_s = time_s
             store.arrived(asked)
             queue.append((asked, session))
@@ -171,13 +148,20 @@ def _run(
         store.ended(asked)
         if free_s >= loop.seconds:
             break
-        if free_s >= begin_s:
+        if free_s >= warm_up_s:
             served.blocks += len(asked.keys)
             served.hits += found
             served.waits_s.append(free_s - asked.arrived_s)
         pause_s = asked.pause_s if asked.following else 0.0
         heapq.heappush(arrivals, (free_s + pause_s, next(order), session))
-    served.seconds = max(0.0, free_s - begin_s)
+    served.seconds = max(0.0, free_s - warm_up_s)
+    if not served.waits_s:
+        raise ConfigError(
+            "trace",
+            trace.name,
+            f"too short: its sessions ended in the {warm_up_s:g} s "
+            "that are not counted; a longer one, fewer sessions, or fewer --minutes",
+        )
     return served
 
 
@@ -192,7 +176,7 @@ def _asked(trace: Trace, rng: random.Random) -> Iterator[Iterator[Asked]]:
 
 
 def _session(
-    trace: Trace, name: str, numbers: Sequence[int], gaps: "Sequence[float]"
+    trace: Trace, name: str, numbers: Sequence[int], gaps: Sequence[float]
 ) -> Iterator[Asked]:
     for at, number in enumerate(numbers):
         following = trace.requests[numbers[at + 1]] if at + 1 < len(numbers) else ()
