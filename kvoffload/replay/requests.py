@@ -3,13 +3,12 @@
 from array import array
 from collections.abc import Container, Iterable, Iterator, Sequence
 from hashlib import blake2b
-from typing import overload
 
 Keys = tuple[bytes, ...]
 """The blocks of one prompt, head first; equal keys mean equal prefixes."""
 
 
-class Requests(Sequence[Keys]):
+class Requests:
     """Requests in order; each is made when it is asked for.
 
     Args:
@@ -38,13 +37,7 @@ class Requests(Sequence[Keys]):
     def __len__(self) -> int:
         return len(self._spans) // 2
 
-    @overload
-    def __getitem__(self, at: int) -> Keys: ...
-    @overload
-    def __getitem__(self, at: slice) -> list[Keys]: ...
-    def __getitem__(self, at: int | slice) -> Keys | list[Keys]:
-        if isinstance(at, slice):
-            return [self[each] for each in range(*at.indices(len(self)))]
+    def __getitem__(self, at: int) -> Keys:
         return self._keys_of(self._blocks(range(len(self))[at]))
 
     def __iter__(self) -> Iterator[Keys]:
