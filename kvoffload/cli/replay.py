@@ -12,6 +12,7 @@ from rich.progress import Progress
 
 from kvoffload.cli.output import console, print_numbers, say
 from kvoffload.errors import ConfigError
+from kvoffload.replay import plot as picture
 from kvoffload.replay import synthetic
 from kvoffload.replay.closed_loop import HELPED, ORACLE, Loop, of_oracle, of_policy
 from kvoffload.replay.sample import sampled
@@ -69,12 +70,8 @@ def command(
     """
     if tiers and (sizes or plot):
         raise ConfigError("tiers", tiers, "goes with neither --sizes nor --plot")
-    if plot is not None and plot.suffix.lower() != ".png":
-        raise ConfigError("plot", str(plot), "must end in .png")
     if plot is not None:
-        from kvoffload.replay.plot import check
-
-        check(plot)
+        picture.check(plot)
     names = list(dict.fromkeys(name for name in policies.split(",") if name))
     if not names:
         raise ConfigError("policies", policies, "must name at least one policy")
@@ -100,10 +97,8 @@ def command(
     with progress_bar(total_work(loaded, len(names), len(stacks))) as step:
         rows = study(loaded, names, stacks, step)
     if plot is not None:
-        from kvoffload.replay.plot import plot as draw
-
         part = "" if sample == 1 else f", a sample of {sample:g}"
-        draw(rows, f"{loaded.name}{part}", plot)
+        picture.plot(rows, f"{loaded.name}{part}", plot)
     if as_json:
         print(json.dumps({"trace": facts(loaded), "rows": [row.plain() for row in rows]}))
     else:

@@ -13,8 +13,10 @@ def check(path: Path) -> None:
     """Find out now, not after minutes of replaying, whether a picture can be drawn into a file.
 
     Raises:
-        ConfigError: matplotlib is not installed, or the file cannot be written.
+        ConfigError: matplotlib is not installed, or the file is no PNG or cannot be written.
     """
+    if path.suffix.lower() != ".png":
+        raise ConfigError("plot", str(path), "must end in .png")
     if find_spec("matplotlib") is None:
         remedy = "needs its extra: pip install '/path/to/kvoffload[plots]'"
         raise ConfigError("plot", str(path), remedy)
@@ -34,7 +36,6 @@ def plot(rows: Sequence[Row], title: str, path: Path) -> None:
         ConfigError: the file cannot be written.
         ImportError: matplotlib is not installed; see :func:`check`.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7, 4.2), dpi=100, layout="constrained")
@@ -55,7 +56,6 @@ def plot(rows: Sequence[Row], title: str, path: Path) -> None:
     axes.set_title(title, fontsize=10)
     axes.grid(alpha=0.3)
     axes.legend(fontsize=8)
-    FigureCanvasAgg(figure)
     try:
         figure.savefig(path, format="png")
     except OSError as error:
