@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from kvoffload.backends.admin import Holding, counted, duration, is_digest, named
-from kvoffload.cli.output import console, plain, print_numbers, say
+from kvoffload.cli.output import plain, print_numbers, say
 from kvoffload.cli.stores import AsJson, Kind, Settings, Target, run_on
 from kvoffload.config import human_bytes
 from kvoffload.facts import Difference, compared, differences, model_of
@@ -87,7 +87,7 @@ def _show(held: Sequence[Holding], times: str, order: Order, *, verbose: bool) -
     ]
     title = f"{counted(len(held), 'namespace')}, {order_named}"
     columns = ("model", "dtype", "chunks", "bytes", times)
-    print_numbers(console(), title, "namespace", columns, cells, texts=2)
+    print_numbers(title, "namespace", columns, cells, texts=2)
     for each in held if verbose else ():
         pairs = ", ".join(f"{name}={value}" for name, value in sorted(each.facts.items()))
         name = plain(_short(each.namespace), "bold")

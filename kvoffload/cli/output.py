@@ -71,7 +71,6 @@ def table_of(
 
 
 def print_numbers(
-    to: Console,
     title: str,
     first: str,
     columns: Sequence[str],
@@ -83,7 +82,8 @@ def print_numbers(
 
     The first ``texts`` columns are words, aligned to the left.
     """
-    to.print(title, soft_wrap=True, highlight=False, markup=False)
+    to = console()
+    say(title)
     names_width = max(cell_len(first), *(cell_len(name) for name, _ in rows))
     widths = [
         max(cell_len(column), *(cell_len(cells[at]) for _, cells in rows))

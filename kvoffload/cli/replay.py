@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.progress import Progress
 
 from kvoffload.cli.output import console, print_numbers, say
@@ -163,28 +162,25 @@ def _describe(trace: Trace) -> None:
 
 
 def _show(trace: Trace, rows: Sequence[Row]) -> None:
-    to = console()
     _describe(trace)
     if any(row.levels for row in rows):
-        _show_tiers(to, rows)
+        _show_tiers(rows)
     else:
-        _show_rates(to, rows, "contiguous-prefix hits, %", lambda hits: hits.prefix_rate)
-        _show_rates(to, rows, "block hits, %", lambda hits: hits.block_rate)
+        _show_rates(rows, "contiguous-prefix hits, %", lambda hits: hits.prefix_rate)
+        _show_rates(rows, "block hits, %", lambda hits: hits.block_rate)
     say("belady knows the future: no policy has more hits, of either kind")
 
 
-def _show_rates(
-    to: Console, rows: Sequence[Row], title: str, rate: Callable[[Hits], float]
-) -> None:
+def _show_rates(rows: Sequence[Row], title: str, rate: Callable[[Hits], float]) -> None:
     sizes = list(dict.fromkeys(row.capacity for row in rows if row.capacity is not None))
     lines = []
     for name in dict.fromkeys(row.policy for row in rows):
         cells = {row.capacity: f"{100 * rate(row.hits):.2f}" for row in rows if row.policy == name}
         lines.append((name, [cells.get(size, cells.get(None, "")) for size in sizes]))
-    print_numbers(to, title, "policy", [f"{size:,}" for size in sizes], lines)
+    print_numbers(title, "policy", [f"{size:,}" for size in sizes], lines)
 
 
-def _show_tiers(to: Console, rows: Sequence[Row]) -> None:
+def _show_tiers(rows: Sequence[Row]) -> None:
     tiers = list(rows[0].levels)
     lines = []
     for row in rows:
@@ -192,7 +188,7 @@ def _show_tiers(to: Console, rows: Sequence[Row]) -> None:
         rates = (row.hits.prefix_rate, row.hits.block_rate)
         lines.append((row.policy, [*shares, *(f"{100 * rate:.2f}" for rate in rates)]))
     columns = [*tiers, "all tiers", "block hits"]
-    print_numbers(to, "contiguous-prefix hits by tier, %", "policy", columns, lines)
+    print_numbers("contiguous-prefix hits by tier, %", "policy", columns, lines)
 
 
 # ---- closed loops ----
@@ -235,5 +231,5 @@ def _show_loops(rows: Sequence[dict[str, Any]]) -> None:
         ]
         title = f"{sessions:,} sessions, {slots:,} blocks"
         columns = ["hits, %", "served an hour", "first token, s"]
-        print_numbers(console(), title, "policy", columns, lines)
+        print_numbers(title, "policy", columns, lines)
     say("oracle knows what each session asks for next, and when")

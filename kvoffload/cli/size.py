@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from kvoffload.backends.admin import counted
-from kvoffload.cli.output import console, print_numbers, say
+from kvoffload.cli.output import print_numbers, say
 from kvoffload.cli.replay import (
     SAMPLE_HELP,
     SYNTHETIC_HELP,
@@ -125,7 +125,7 @@ def command(
     ]
     saved = () if asked_s is None else ("prefill saved",)
     columns = ("prefix hits", "blocks", "tokens", "memory", "cpu_bytes", *saved)
-    print_numbers(console(), title, "of what can be hit", columns, lines)
+    print_numbers(title, "of what can be hit", columns, lines)
     say(f"memory: on {ranks}; cpu_bytes: the setting, which is for each rank")
 
 

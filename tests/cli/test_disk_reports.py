@@ -1,7 +1,6 @@
 """What ``inspect``, ``verify`` and ``gc`` say: exactly, in whole lines, and to the right user."""
 
 import contextlib
-import io
 import os
 import pty
 import re
@@ -21,7 +20,6 @@ from disk_commands import (
     open_disk,
     process,
 )
-from rich.console import Console
 
 from kvoffload.cli.output import print_numbers
 from kvoffload.testing.backends import filled, keys_of
@@ -337,13 +335,13 @@ def test_the_progress_bar_counts_in_the_units_of_the_results(python, root):
 
 
 @pytest.mark.parametrize("width", [80, 60])
-def test_a_long_name_of_a_model_leaves_the_namespace_its_column(width):
+def test_a_long_name_of_a_model_leaves_the_namespace_its_column(width, monkeypatch, capsys):
     path = f"/root/.cache/huggingface/hub/models--meta-llama--Llama-3.1-70B/snapshots/{'ab' * 20}"
-    out = Console(width=width, file=io.StringIO())
+    monkeypatch.setenv("COLUMNS", str(width))
     columns = ("model", "dtype", "chunks", "bytes", "last used")
     cells = (path, "bfloat16", "12,345", "190.1 GiB", "3 s ago")
-    print_numbers(out, "1 namespace", "namespace", columns, [("e090c03d671aabb3", cells)], texts=2)
-    shown = out.file.getvalue()
+    print_numbers("1 namespace", "namespace", columns, [("e090c03d671aabb3", cells)], texts=2)
+    shown = capsys.readouterr().out
     assert max(map(len, shown.splitlines())) <= width
     assert shown.count("│ e090c03d671aabb3 │") >= 2
     assert path in "".join(re.findall(r"^│[^│]+│ (\S+) +│$", shown, re.MULTILINE))
