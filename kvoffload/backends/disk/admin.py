@@ -77,14 +77,14 @@ def survey(found: DiskInspector) -> Survey:
     """Return the state of the root, and the chunks of each namespace with their ages."""
     held = [_holding(found, folder, time.time()) for folder in found.namespaces()]
     counted_bytes, fault = found.ledger()
-    limits, _ = found.limits()
+    capacity_bytes, _ = found.capacity()
     figures: dict[str, Any] = {
         "root": found.root,
         "processes": found.processes(),
         "owner": found.has_owner(),
         "ledger_bytes": counted_bytes,
         "ledger_fault": fault,
-        "capacity_bytes": limits and limits.capacity_bytes,
+        "capacity_bytes": capacity_bytes,
         "quarantined": [each.path for each in found.quarantined()],
         "allocated_bytes": sum(each.stored_bytes for each in held),
     }
@@ -92,7 +92,7 @@ def survey(found: DiskInspector) -> Survey:
     sizes = (
         f"allocated by chunks: {human_bytes(figures['allocated_bytes'])}, counted by engines: "
         f"{fault if counted_bytes is None else human_bytes(counted_bytes)}, "
-        f"capacity: {human_bytes(limits.capacity_bytes) if limits else 'not recorded'}, "
+        f"capacity: {human_bytes(capacity_bytes) if capacity_bytes else 'not recorded'}, "
         f"set aside as damaged: {len(figures['quarantined'])} files"
     )
     processes = f"processes that have it open: {figures['processes']}, {owner}"
@@ -226,7 +226,7 @@ def verify(found: DiskInspector, wanted: Check, cipher: Seal | None = None) -> V
         fault, read_bytes = found.verify(chunk, buffer, cipher)
         remove = partial(_why_not_removed, found, chunk)
         time.sleep(run.judge(chunk, chunk.path, fault, read_bytes, remove))
-    faults = {"ledger_fault": found.ledger()[1], "limits_fault": found.limits()[1]}
+    faults = {"ledger_fault": found.ledger()[1], "limits_fault": found.capacity()[1]}
     strays, leftovers = list(found.strays()), found.leftovers()
     lines = []
     if fault := faults["ledger_fault"]:

@@ -11,11 +11,9 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Any, NamedTuple
 
-from kvoffload.backends.disk import limits as disk_limits
-from kvoffload.backends.disk import manifest, paths
+from kvoffload.backends.disk import limits, manifest, paths
 from kvoffload.backends.disk.chunk_file import PAGE, check, reason_of
 from kvoffload.backends.disk.descriptors import Descriptors
-from kvoffload.backends.disk.limits import Limits
 from kvoffload.backends.disk.locks import (
     clean_folder,
     count_alive,
@@ -192,12 +190,13 @@ class DiskInspector:
             return None, f"unreadable ({error.strerror})"
         return figure, "damaged" if figure is None else None
 
-    def limits(self) -> tuple[Limits | None, str | None]:
-        """Return the recorded limits if there are any, or why they cannot be used."""
+    def capacity(self) -> tuple[int | None, str | None]:
+        """Return the recorded capacity if there is one, or why the limits cannot be used."""
         try:
-            return disk_limits.read(self.vfs, self.root), None
+            recorded = limits.read(self.vfs, self.root)
         except ValueError as error:
             return None, str(error)
+        return recorded.capacity_bytes if recorded else None, None
 
     # ---- one chunk -------------------------------------------------------------------------
 

@@ -129,7 +129,7 @@ def _sharing(root: str, is_root: bool) -> Finding:
     if not is_root:
         return Finding("sharing", "ok", "no engine has used it yet")
     with contextlib.closing(FolderInspector(root)) as found:
-        store, hosts, (_, fault) = found.store(), found.hosts(), found.ledger()
+        store, hosts, (_, fault) = found.records.store(), found.hosts(), found.ledger()
         names = ", ".join(sorted(set(hosts))) or "no host"
         detail = f"store {store.store[:8] if store else 'unmarked'}, open on {names}"
         return first_of(

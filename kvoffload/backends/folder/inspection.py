@@ -9,13 +9,12 @@ import secrets
 from collections.abc import Iterator
 
 from kvoffload.backends.disk.inspector import Chunk, DiskInspector, Waste
-from kvoffload.backends.disk.limits import Limits
 from kvoffload.backends.disk.manifest import name_in
 from kvoffload.backends.disk.paths import MANIFEST, SCRATCH, SHARDS
 from kvoffload.backends.disk.walker import names_in, walk
-from kvoffload.backends.folder.evictor import DEAD_S, FREED, LEAST_FREE
+from kvoffload.backends.folder.evictor import DEAD_S
 from kvoffload.backends.folder.places import HOSTS, LEASE, LEFTOVERS, STORE, is_temporary
-from kvoffload.backends.folder.records import LeaseRecord, Records, StoreRecord
+from kvoffload.backends.folder.records import LeaseRecord, Records
 from kvoffload.backends.folder.scan import LEFTOVER_S
 from kvoffload.backends.folder.seal import SecretSeal
 from kvoffload.backends.folder.shared_root import check_content
@@ -54,10 +53,6 @@ class FolderInspector(DiskInspector):
             raise ConfigError("root", self.root, f"cannot be read: {error.strerror}") from error
         if not is_root:
             raise ConfigError("root", self.root, "is empty: no engine has used it yet")
-
-    def store(self) -> StoreRecord | None:
-        """Return the mark of the root, if it can be read."""
-        return self.records.store()
 
     # ---- what is there ---------------------------------------------------------------------
 
@@ -111,19 +106,10 @@ class FolderInspector(DiskInspector):
             return None, f"{LEASE} is missing or damaged"
         return lease.resident_bytes, None
 
-    def limits(self) -> tuple[Limits | None, str | None]:
+    def capacity(self) -> tuple[int | None, str | None]:
         """Return the capacity by which the last evictor evicts."""
         lease, _ = self._lease()
-        if lease is None:
-            return None, None
-        agreed = Limits(
-            capacity_bytes=lease.capacity_bytes,
-            min_free_bytes=0,
-            high_watermark=1 - LEAST_FREE,
-            low_watermark=1 - FREED,
-            quarantine_files=0,
-        )
-        return agreed, None
+        return lease.capacity_bytes if lease else None, None
 
     def _lease(self) -> tuple[LeaseRecord | None, float | None]:
         try:

@@ -77,17 +77,16 @@ def test_a_namespace_is_not_removed_from_outside_while_an_engine_has_the_root_op
     assert namespace not in inspector.namespaces()
 
 
-def test_the_inspector_reads_the_limits_of_a_root(tmp_path):
+def test_the_inspector_reads_the_capacity_of_a_root(tmp_path):
     inspector = inspected(tmp_path)
-    limits, fault = inspector.limits()
-    assert (limits.capacity_bytes, fault) == (64 << 20, None)
+    assert inspector.capacity() == (64 << 20, None)
     path = tmp_path / ".bounds.json"
     path.write_text("[]")
-    limits, fault = inspector.limits()
-    assert limits is None
+    capacity_bytes, fault = inspector.capacity()
+    assert capacity_bytes is None
     assert fault
     path.unlink()
-    assert inspector.limits() == (None, None)
+    assert inspector.capacity() == (None, None)
 
 
 def test_the_inspector_reads_the_quota_file_of_a_root(tmp_path):
