@@ -204,6 +204,10 @@ class Usage(NamedTuple):
     """Numbers that rise and fall: ``up`` (0 while the store cannot be reached), ``connections``."""
 
 
+MOST_DESCRIBED = 256
+"""Namespaces whose facts an engine reads at its start: the last used, or those with most chunks."""
+
+
 class Described(NamedTuple):
     """A namespace of a store, with the facts behind it."""
 

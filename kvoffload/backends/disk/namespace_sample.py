@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from itertools import islice
 
-from kvoffload.backends.base import Described
+from kvoffload.backends.base import MOST_DESCRIBED, Described
 from kvoffload.backends.disk import manifest
 from kvoffload.backends.disk.descriptors import Descriptors
 from kvoffload.backends.disk.paths import SHARDS, is_namespace
@@ -17,8 +17,6 @@ from kvoffload.backends.header import namespace_digest
 
 MOST_FOLDERS = 10_000
 """Folders whose times are read."""
-MOST_DESCRIBED = 256
-"""Folders whose manifests are read: those last used."""
 LONGEST_S = 2.0
 _SAMPLE = 64
 """Chunks that are measured of a namespace; more shards than have so many are not listed."""

@@ -23,7 +23,7 @@ from kvoffload.backends.admin import (
     Verified,
     named,
 )
-from kvoffload.backends.base import Described
+from kvoffload.backends.base import MOST_DESCRIBED, Described
 from kvoffload.backends.header import (
     COMPACT_BYTES,
     Header,
@@ -52,8 +52,6 @@ _RETRIES = 3
 _AT_ONCE = 16
 _HEADERS_A_TURN = 256
 MOST_FACTS_BYTES = 256 << 10
-MOST_DESCRIBED = 256
-"""Namespaces whose facts an engine reads at its start."""
 MOST_NAMES = 10_000
 """Names that an engine looks at for the log line of a cold start: ten requests."""
 _MOST_LISTED = 1 << 26

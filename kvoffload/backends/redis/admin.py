@@ -26,7 +26,7 @@ from kvoffload.backends.admin import (
     counted,
     named,
 )
-from kvoffload.backends.base import Described, Usage
+from kvoffload.backends.base import MOST_DESCRIBED, Described, Usage
 from kvoffload.backends.header import COMPACT_BYTES, parse_header
 from kvoffload.backends.redis.connection import Address, Connection, Lost
 from kvoffload.backends.redis.discovery import masters
@@ -64,8 +64,6 @@ _MOST_VALUES = 1 << 23
 LONGEST_S = 5.0
 MOST_NAMES = 200_000
 """Names that the servers look at for the log line of a cold start, all together."""
-MOST_DESCRIBED = 256
-"""Namespaces whose facts an engine reads at its start: those with the most chunks."""
 _FEW = 100
 """Names of one SCAN of an engine, which take less than a millisecond to parse."""
 _PAUSE_S = 0.001
