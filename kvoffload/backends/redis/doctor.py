@@ -225,7 +225,7 @@ def _explain(error: BaseException, access: Access) -> Finding:
     causes = [error]
     while (cause := causes[-1].__cause__ or causes[-1].__context__) and cause not in causes:
         causes.append(cause)
-    check, remedy = _by_answer(causes, access) or _by_connection(causes, access)
+    check, remedy = _explanation(causes, access)
     text = str(error) or type(error).__name__
     for password in (access.password, access.sentinel_password):  # servers quote commands
         with contextlib.suppress(ConfigError):
@@ -234,14 +234,23 @@ def _explain(error: BaseException, access: Access) -> Finding:
     return Finding(check, "failed", escaped(text, _DETAIL_CHARS), remedy)
 
 
-def _by_answer(causes: Sequence[BaseException], access: Access) -> tuple[str, str] | None:
-    """Return the failed check and its remedy if a server answered."""
+def _explanation(causes: Sequence[BaseException], access: Access) -> tuple[str, str]:
+    """Return the failed check and its remedy: first what a server answered, then why none did."""
+
+    def caused_by(kind: type[BaseException]) -> bool:
+        return any(isinstance(each, kind) for each in causes)
+
     refused = [each for each in causes if isinstance(each, CommandRefused)]
     codes = {"NOAUTH" if each.command == "AUTH" else each.code for each in refused}
     text, target = str(causes[0]), access.target
     more = " +cluster|slots" if target.kind == "cluster" else ""
     more += " +select" if target.db else ""
-    for applies, check, remedy in (
+    path, tls = bool(target.addresses[0].path), target.tls
+    hint = f"; {_TLS_REMEDY}" if tls else ""  # a plain port waits for more bytes of a TLS hello
+    general = "check host, port, firewall and that the server runs"
+    is_late = any(isinstance(e, TimeoutError) or str(e) == "no reply in time" for e in causes)
+    closed = caused_by(ConnectionResetError) or any("closed" in str(each) for each in causes)
+    rows = (
         (codes & {"NOAUTH", "WRONGPASS"}, "password", _password_remedy(text, access)),
         ("NOPERM" in codes, "rights", f"ACL SETUSER <user> {_RIGHTS}{more}"),
         ("LOADING" in codes, "reachable",
@@ -257,43 +266,24 @@ def _by_answer(causes: Sequence[BaseException], access: Access) -> tuple[str, st
          "the first is 0, behind the host"),
         (any(isinstance(each, Lost) and each.reason == "protocol" for each in causes),
          "protocol", "the server is not Redis: check the port (default 6379)"),
-    ):  # fmt: skip
-        if applies:
-            return check, remedy
-    return None
-
-
-def _by_connection(causes: Sequence[BaseException], access: Access) -> tuple[str, str]:
-    """Return the failed check and its remedy if no server answered."""
-
-    def caused_by(kind: type[BaseException]) -> bool:
-        return any(isinstance(each, kind) for each in causes)
-
-    target = access.target
-    path, tls = bool(target.addresses[0].path), target.tls
-    hint = f"; {_TLS_REMEDY}" if tls else ""  # a plain port waits for more bytes of a TLS hello
-    general = "check host, port, firewall and that the server runs"
-    is_late = any(isinstance(e, TimeoutError) or str(e) == "no reply in time" for e in causes)
-    closed = caused_by(ConnectionResetError) or any("closed" in str(each) for each in causes)
-    rows = (
-        (caused_by(socket.gaierror),
+        (caused_by(socket.gaierror), "reachable",
          "no such host name is known here: check the spelling, and the resolver"),
-        (path and caused_by(FileNotFoundError),
+        (path and caused_by(FileNotFoundError), "reachable",
          "there is no such socket: compare with unixsocket in the server's configuration"),
-        (path and caused_by(PermissionError),
+        (path and caused_by(PermissionError), "reachable",
          "this user may not use the socket: unixsocketperm 770, and the server's group"),
-        (path, "no server listens on this socket: start the server"),
+        (path, "reachable", "no server listens on this socket: start the server"),
         (target.kind == "sentinel" and not any(isinstance(e, OSError) for e in causes[1:]),
-         "check the service's name, and that its master runs"),
-        (caused_by(ConnectionRefusedError),
+         "reachable", "check the service's name, and that its master runs"),
+        (caused_by(ConnectionRefusedError), "reachable",
          "nothing listens there: check host and port, and that the server runs"),
-        (is_late, f"{general}{hint}"),
-        (tls, _TLS_REMEDY),
-        (closed, "it closes connections: a TLS port, which needs rediss://, or not Redis"),
-        (True, general),
+        (is_late, "reachable", f"{general}{hint}"),
+        (tls, "encryption", _TLS_REMEDY),
+        (closed, "reachable",
+         "it closes connections: a TLS port, which needs rediss://, or not Redis"),
+        (True, "reachable", general),
     )  # fmt: skip
-    remedy = next(remedy for applies, remedy in rows if applies)
-    return "encryption" if remedy == _TLS_REMEDY else "reachable", remedy
+    return next((check, remedy) for applies, check, remedy in rows if applies)
 
 
 def _password_remedy(text: str, access: Access) -> str:
