@@ -209,13 +209,8 @@ def _with_plain_defaults(options: type[msgspec.Struct]) -> type[msgspec.Struct]:
     fields: list[Any] = []
     for field in msgspec.structs.fields(options):
         default = int(field.default) if isinstance(field.default, ByteSize) else field.default
-        if field.required:
-            fields.append((field.encode_name, field.type))
-        elif field.default_factory is not msgspec.NODEFAULT:
-            made = msgspec.field(default_factory=field.default_factory)
-            fields.append((field.encode_name, field.type, made))
-        else:
-            fields.append((field.encode_name, field.type, default))
+        either: dict[str, Any] = {"default": default, "default_factory": field.default_factory}
+        fields.append((field.encode_name, field.type, msgspec.field(**either)))
     return msgspec.defstruct(options.__name__, fields, kw_only=True)
 
 
