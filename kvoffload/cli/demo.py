@@ -8,10 +8,9 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn
 
-from kvoffload.cli.output import console
+from kvoffload.cli.output import console, plain, say
 from kvoffload.errors import ConfigError, KVOffloadError
 
 
@@ -45,7 +44,6 @@ def command(
     _check_folder(out)
     from kvoffload.demo import showcase  # loads torch
 
-    to = console(stderr=as_json)
     chosen = {} if threads is None else {"threads": threads}
     options = showcase.DemoOptions(out, quick, device, **chosen)
     columns = ("{task.description}", BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
@@ -58,17 +56,16 @@ def command(
     except ConfigError:
         raise
     except KVOffloadError as error:
-        message = f"kvoffload demo: {error}"
-        console(stderr=True).print(message, style="red", soft_wrap=True, markup=False)
+        say(plain(f"kvoffload demo: {error}", "red"), stderr=True)
         sys.exit(1)
 
     written = write(out, report)
     if as_json:
         print(json.dumps(report))
     else:
-        show(to, out, report, written)
-    for problem in report["problems"]:
-        to.print(f"PROBLEM  {problem}", style="red", soft_wrap=True, markup=False)
+        show(out, report, written)
+    problems = (plain(f"PROBLEM  {problem}", "red") for problem in report["problems"])
+    say(*problems, stderr=as_json)
     sys.exit(1 if report["problems"] else 0)
 
 
@@ -84,11 +81,11 @@ def write(out: Path, report: Mapping[str, Any]) -> list[str]:
     return ["report.json", "ttft.png"]
 
 
-def show(to: Console, out: Path, report: Mapping[str, Any], written: Sequence[str]) -> None:
+def show(out: Path, report: Mapping[str, Any], written: Sequence[str]) -> None:
     """Print what the demo found."""
     from kvoffload.demo.demo_report import print_table
 
-    print_table(to, report)
+    print_table(console(), report)
     killed = enumerate(report["killed_with_chunks_on_their_way"], 3)
     text = "Before pass {} the engine was killed with {} chunks on their way."
     lines = [text.format(*each) for each in killed]
@@ -99,8 +96,7 @@ def show(to: Console, out: Path, report: Mapping[str, Any], written: Sequence[st
     lines.append(f"Written to {out}: {', '.join(written)}")
     if "ttft.png" not in written:
         lines.append("no plot: pip install '/path/to/kvoffload[plots]'")
-    for line in lines:
-        to.print(line, soft_wrap=True, markup=False)
+    say(*lines)
 
 
 def _check_folder(out: Path) -> None:

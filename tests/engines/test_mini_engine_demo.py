@@ -90,7 +90,7 @@ def shown(quick, tmp_path, monkeypatch, capsys):
     def show(**changed):
         monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
         monkeypatch.setenv("COLUMNS", "80")
-        demo.show(Console(), tmp_path, {**quick[1], **changed}, demo.write(tmp_path, quick[1]))
+        demo.show(tmp_path, {**quick[1], **changed}, demo.write(tmp_path, quick[1]))
         return capsys.readouterr().out
 
     return show
