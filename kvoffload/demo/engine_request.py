@@ -88,7 +88,6 @@ class RequestResult:
     """``stop``, ``length`` or ``abort``."""
     ttft_s: float
     """From arrival to the first token; NaN if there was none."""
-    latency_s: float
     cached_tokens: Mapping[str, int]
     """Prompt tokens that needed no computing, by medium: ``GPU``, ``CPU``, ``DISK``..."""
     undelivered_tokens: int
@@ -107,7 +106,6 @@ class RequestResult:
             token_ids=tuple(request.output_token_ids),
             finish_reason=request.finish_reason,
             ttft_s=float("nan") if first is None else first - request.arrived_at,
-            latency_s=time.perf_counter() - request.arrived_at,
             cached_tokens=dict(request.cached_tokens),
             undelivered_tokens=request.num_undelivered_tokens,
             preemptions=request.num_preemptions,
