@@ -283,10 +283,9 @@ class KVCacheManager:
         new = self._append(both, total)
         self._sequences[request.request_id] = sequence
         self._finder.forget(request.request_id)
-        if not external:
-            return KVCacheBlocks(new.blocks[len(self.groups) :])
-        loaded, grown = new.blocks[: len(self.groups)], new.blocks[len(self.groups) :]
-        return KVCacheBlocks(tuple(a + b for a, b in zip(loaded, grown, strict=True)))
+        end = len(loads)
+        loaded, grown = KVCacheBlocks(new.blocks[:end]), KVCacheBlocks(new.blocks[end:])
+        return loaded + grown if external else grown
 
     def cache_blocks(self, request: RequestLike, num_computed_tokens: int) -> None:
         """Register the full blocks among a request's first ``num_computed_tokens`` tokens.

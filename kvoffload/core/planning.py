@@ -11,7 +11,7 @@ A model's layers are sorted into *groups* that share a block table:
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 
 from kvoffload.core.interface import (
     AttentionSpec,
@@ -179,8 +179,8 @@ def unify_hybrid_kv_cache_specs(kv_cache_spec: Specs) -> dict[str, KVCacheSpec]:
 
 
 def _kind_name(spec: KVCacheSpec) -> str:
-    fields = ("sliding_window", "attention_chunk_size", "num_speculative_blocks")
-    given = [f"{field}={getattr(spec, field)}" for field in fields if getattr(spec, field, None)]
+    names = ("sliding_window", "attention_chunk_size", "num_speculative_blocks")
+    given = [f"{name}={getattr(spec, name)}" for name in names if getattr(spec, name, None)]
     return f"{type(spec).__name__}({', '.join(given)})"
 
 
@@ -188,12 +188,7 @@ def _as_full_attention(spec: KVCacheSpec) -> KVCacheSpec:
     if not isinstance(spec, SlidingWindowSpec | ChunkedLocalAttentionSpec):
         return spec
     return FullAttentionSpec(
-        block_size=spec.block_size,
-        num_kv_heads=spec.num_kv_heads,
-        head_size=spec.head_size,
-        dtype=spec.dtype,
-        use_mla=spec.use_mla,
-        page_size_padded=spec.page_size_padded,
+        **{field.name: getattr(spec, field.name) for field in fields(AttentionSpec)},
         sliding_window=getattr(spec, "sliding_window", None),
         attention_chunk_size=getattr(spec, "attention_chunk_size", None),
     )
