@@ -23,7 +23,8 @@ class TenantShares:
     def __init__(self, share: float) -> None:
         self._share = share
         self._limit_bytes: float = inf
-        self._bytes_of: Callable[[Any], int] = lambda key: 1
+        self.bytes_of: Callable[[Any], int] = lambda key: 1
+        """The bytes that a chunk counts."""
         self.of: dict[bytes, bytes] = {}
         """Chunk in the store, or about to come → its tenant."""
         self._bytes: dict[bytes, int] = {}
@@ -31,7 +32,7 @@ class TenantShares:
 
     def use(self, capacity_bytes: int, bytes_of: Callable[[Any], int]) -> None:
         """Count the chunks of a store by their bytes, which stay the same; before the first one."""
-        self._bytes_of = bytes_of
+        self.bytes_of = bytes_of
         self.limit(capacity_bytes)
 
     def limit(self, capacity: int) -> None:
@@ -48,13 +49,13 @@ class TenantShares:
         """
         new = [key for key in dict.fromkeys(keys) if key not in self.of]
         self.of.update(dict.fromkeys(new, tenant))
-        self.count(tenant, sum(map(self._bytes_of, new)))
+        self.count(tenant, sum(map(self.bytes_of, new)))
 
     def forget(self, keys: Iterable[bytes]) -> None:
         """Count chunks no longer, which left for good."""
         for key in keys:
             if (tenant := self.of.pop(key, None)) is not None:
-                self.count(tenant, -self._bytes_of(key))
+                self.count(tenant, -self.bytes_of(key))
 
     def count(self, tenant: bytes, num_bytes: int) -> None:
         """Count more bytes as a tenant's, or fewer; :meth:`own` and :meth:`forget` do so."""
@@ -76,10 +77,6 @@ class TenantShares:
         """Return the tenants above their share and by how many bytes, the furthest first."""
         above = [(tenant, self._bytes[tenant] - self._limit_bytes) for tenant in self._above]
         return sorted(above, key=lambda each: -each[1])
-
-    def bytes_of(self, key: bytes) -> int:
-        """Return the bytes that a chunk counts."""
-        return self._bytes_of(key)
 
 
 class TenantOrder:
