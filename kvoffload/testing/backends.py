@@ -12,11 +12,12 @@ Tests are plain functions that run their own event loop: no plug-in of pytest is
 
 import asyncio
 import inspect
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from kvoffload.backends.base import LocalIndex, Observable, ReadsEach
+from kvoffload.backends.base import Backend, LocalIndex, Observable, ReadsEach
 from kvoffload.testing.harness import (
     CHUNK_BYTES,
     LONG_S,
@@ -40,6 +41,13 @@ __all__ = [
     "payload_of",
     "slots",
 ]
+
+
+async def _reads_all(backend: Backend, keys: Sequence[bytes]) -> None:
+    """Check that each chunk is read, with the bytes of its key."""
+    into = slots(len(keys))
+    assert await backend.read(keys, into) == [True] * len(keys)
+    assert wrong_bytes(keys, into) == []
 
 
 class BackendSuite(IndexSuite, HazardSuite):
@@ -121,9 +129,7 @@ class BackendSuite(IndexSuite, HazardSuite):
         await backend.write(keys, memory)
         for slot in memory:
             slot[:] = bytes(CHUNK_BYTES)
-        into = slots(3)
-        assert await backend.read(keys, into) == [True] * 3
-        assert wrong_bytes(keys, into) == []
+        await _reads_all(backend, keys)
 
     @on_a_loop
     async def test_writing_again_changes_nothing(self) -> None:
@@ -137,9 +143,7 @@ class BackendSuite(IndexSuite, HazardSuite):
     async def test_the_same_key_twice_in_one_batch(self) -> None:
         backend, (key,) = await self.opened(), keys_of(1)
         assert await backend.write([key, key], filled([key, key])) == [True, True]
-        into = slots(2)
-        assert await backend.read([key, key], into) == [True, True]
-        assert wrong_bytes([key, key], into) == []
+        await _reads_all(backend, [key, key])
 
     @on_a_loop
     async def test_removed_keys_are_gone_and_can_come_back(self) -> None:
@@ -158,9 +162,7 @@ class BackendSuite(IndexSuite, HazardSuite):
         backend = await self.opened()
         keys = [b"\0", b"..", b"/etc/passwd", b"\xff" * 64, b"a" * 100, b"%s{0}\r\n", b"a"]
         assert await backend.write(keys, filled(keys)) == [True] * len(keys)
-        into = slots(len(keys))
-        assert await backend.read(keys, into) == [True] * len(keys)
-        assert wrong_bytes(keys, into) == []
+        await _reads_all(backend, keys)
 
     @on_a_loop
     async def test_many_batches_at_once(self) -> None:
@@ -304,9 +306,7 @@ class PersistentBackendSuite(BackendSuite):
         await backend.close()
         again = await self.opened()
         assert await again.contains(keys) == [True] * 6
-        into = slots(6)
-        assert await again.read(keys, into) == [True] * 6
-        assert wrong_bytes(keys, into) == []
+        await _reads_all(again, keys)
 
     @on_a_loop
     async def test_a_new_reader_gets_the_chunks_of_earlier_processes(self) -> None:
@@ -338,11 +338,9 @@ class PersistentBackendSuite(BackendSuite):
         other = slots(1)
         other[0][:] = b"\x55" * CHUNK_BYTES
         await two.write([key], other)
-        into = slots(1)
-        assert await one.read([key], into) == [True]
-        assert wrong_bytes([key], into) == []
+        await _reads_all(one, [key])
         await two.remove([key])
-        assert await one.read([key], into) == [True]
+        await _reads_all(one, [key])
 
     @on_a_loop
     async def test_a_new_namespace_learns_of_the_others_and_a_used_one_of_itself(self) -> None:
@@ -367,8 +365,6 @@ class PersistentBackendSuite(BackendSuite):
     async def test_two_backends_share_one_storage(self) -> None:
         one, two, keys = await self.opened(), await self.opened(), keys_of(4)
         await one.write(keys, filled(keys))
-        into = slots(4)
-        assert await two.read(keys, into) == [True] * 4
-        assert wrong_bytes(keys, into) == []
+        await _reads_all(two, keys)
         await two.remove(keys[:2])
         assert await one.read(keys, slots(4)) == [False, False, True, True]
