@@ -56,6 +56,13 @@ async def test_inspect_shows_namespaces_users_and_bytes(root):
     assert (await admin(root).survey()).figures["processes"] == 0
 
 
+async def test_a_lease_without_a_capacity_hides_no_chunk(root):
+    lease = json.loads((root / LEASE).read_text())
+    (root / LEASE).write_text(json.dumps(lease | {"capacity_bytes": 0}))
+    assert sum(each.chunks for each in (await admin(root).survey()).held) == 12
+    assert (await admin(root).verify(Check())).is_sound
+
+
 async def test_the_command_line_finds_a_shared_folder_by_its_mark(root):
     def run(*words):
         done = kvoffload(*words, str(root), "--json")
