@@ -3,7 +3,6 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
 from kvoffload.replay.simulate import Progress
 from kvoffload.replay.study import study_one
@@ -48,17 +47,15 @@ def curve(trace: Trace, policy: str, progress: Progress | None = None) -> list[P
 
 
 def size_for_share(points: Sequence[Point], share: float) -> SizeForShare:
-    """Read the capacity for a share of the last point's rate off the curve.
+    """Read the capacity for a share, at most 1, of the last point's rate off the curve.
 
     Between two points the rate is taken to grow with the logarithm of the capacity.
     """
     goal = share * points[-1][1]
-    first_size, first_rate = points[0]
-    if first_rate >= goal:
-        return SizeForShare(share, first_rate, first_size)
-    for (low, low_rate), (high, high_rate) in pairwise(points):
-        if high_rate >= goal:
-            part = (goal - low_rate) / (high_rate - low_rate)
-            blocks = round(low * (high / low) ** part)
-            return SizeForShare(share, goal, blocks)
-    return SizeForShare(share, points[-1][1], points[-1][0])
+    at = next(number for number, (_, rate) in enumerate(points) if rate >= goal)
+    high, high_rate = points[at]
+    if not at:
+        return SizeForShare(share, high_rate, high)
+    low, low_rate = points[at - 1]
+    part = (goal - low_rate) / (high_rate - low_rate)
+    return SizeForShare(share, goal, round(low * (high / low) ** part))
