@@ -11,7 +11,7 @@ How the bytes of a layer lie follows from the plan and the backend:
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any, Protocol
 
@@ -378,9 +378,7 @@ def _side_by_side(pieces: Sequence[_Rows]) -> list[_Rows]:
             and last.start + last.width == piece.start
             and last.width + piece.width <= last.stride
         ):
-            joined[-1] = _Rows(
-                last.storage, last.start, last.stride, last.width + piece.width, last.memory
-            )
+            joined[-1] = replace(last, width=last.width + piece.width)
         else:
             joined.append(piece)
     return joined
