@@ -229,7 +229,7 @@ def all_given(given: str | None, engine: Engine) -> tuple[dict[str, Any], str]:
     if given.lstrip().startswith("{"):
         try:
             return json.loads(given), source
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             size = f"{len(given)} characters"  # a password may stand in them
             raise ConfigError("JSON", size, f"is damaged: {error}") from None
     given = given.removeprefix("@") if engine is Engine.SGLANG else given  # as SGLang has it

@@ -145,8 +145,9 @@ def test_a_damaged_file_is_told_by_its_line_without_what_is_in_it(tmp_path, name
     assert "hunter2" not in "".join(traceback.format_exception(caught.value))
 
 
-def test_damaged_json_on_the_command_line_is_not_repeated():
-    code, _, err = kvoffload("check", '{"password": "hunter2"')
+@pytest.mark.parametrize("rest", ["", ', "a": {"a":' + "[" * 3000])
+def test_damaged_json_on_the_command_line_is_not_repeated(rest):
+    code, _, err = kvoffload("check", '{"password": "hunter2"' + rest)
     assert code == 2
     assert "is damaged" in err
     assert "hunter2" not in err
