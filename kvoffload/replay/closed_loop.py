@@ -85,7 +85,8 @@ def of_policy(trace: Trace, loop: Loop, policy: str, helped: str) -> Served:
     """
     clock = [0.0]
     keeps, tells = HELPED[helped]
-    store = ManagerStore(policy, loop.slots, keeps=keeps, tells=tells, now_s=lambda: clock[0])
+    slots = min(loop.slots, trace.distinct)  # there are tables for all of them
+    store = ManagerStore(policy, slots, keeps=keeps, tells=tells, now_s=lambda: clock[0])
     return run(trace, loop, store, clock)
 
 

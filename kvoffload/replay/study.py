@@ -87,7 +87,11 @@ def default_sizes(trace: Trace) -> list[int]:
 
 
 def _scaled(capacity: int, trace: Trace) -> int:
-    return max(1, round(capacity * trace.sample))
+    """Return the most blocks of a trace, or of its sample, that are held of a capacity.
+
+    Policies have tables for all of them.
+    """
+    return max(1, min(round(capacity * trace.sample), trace.distinct))
 
 
 def study(

@@ -51,6 +51,15 @@ def test_the_json_of_a_replay_is_one_object(trace):
     assert rows["lru"]["prefix_hit_rate"] == rows["infinite"]["prefix_hit_rate"] == 0.908696
 
 
+def test_stores_of_any_size_are_replayed(trace):
+    done = kvoffload("replay", str(trace), "--sizes", "1k,1000000000000m", "--json")
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(done.stdout)["rows"]
+    assert {row["policy"] for row in rows} == {"handicap", "lru", "arc", "belady", "infinite"}
+    assert {row["prefix_hit_rate"] for row in rows} == {0.908696}
+    assert {row["capacity_blocks"] for row in rows} == {1000, 10**18, None}
+
+
 def test_several_tiers_share_the_hits(trace):
     done = kvoffload(
         "replay", str(trace), "--policies", "lru", "--tiers", "cpu=4,disk=1k", "--json"

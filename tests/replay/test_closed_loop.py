@@ -123,6 +123,13 @@ def test_the_oracle_holds_no_more_than_fits(agents):
     assert 140 < max(sizes) <= 150
 
 
+@pytest.mark.parametrize("policy", ["lru", "arc", "handicap"])
+def test_host_memory_larger_than_the_trace_holds_all_of_it(agents, policy):
+    loops = (Loop(9, slots, 3000, 64, 300) for slots in (agents.distinct, 10**18))
+    enough, huge = (of_policy(agents, loop, policy, "both") for loop in loops)
+    assert huge == enough
+
+
 def test_the_same_seed_runs_the_same_loop(agents):
     loop = Loop(sessions=9, slots=150, prefill=3000, block_tokens=64, seconds=300)
     once, again = (of_policy(agents, loop, "handicap", "both") for _ in range(2))
