@@ -73,8 +73,9 @@ def bytes_per_token(
     if tensor_parallel < 1:
         raise ConfigError("tensor_parallel", tensor_parallel, "must be at least 1")
     layers = _number(config, "num_hidden_layers", "n_layer")
-    kinds = config.get("layer_types")
-    if isinstance(kinds, list):
+    if (kinds := config.get("layer_types")) is not None:
+        if not isinstance(kinds, list):
+            raise ConfigError("model.layer_types", kinds, "must be a list")
         layers = sum(not any(word in str(kind) for word in _WITHOUT_KV) for kind in kinds)
         if not layers:
             remedy = "no layer keeps what grows with the prompt: there is nothing to size"

@@ -59,6 +59,7 @@ def test_a_multimodal_model_counts_its_language_half(tmp_path):
         ({"torch_dtype": ["bfloat16"]}, "model.torch_dtype"),
         ({"torch_dtype": None, "dtype": {"a": 1}}, "model.dtype"),
         ({"layer_types": ["mamba"] * 32}, "model.layer_types"),
+        ({"layer_types": 32}, "model.layer_types"),
         ({"hidden_size": 8}, "num_attention_heads"),
     ],
 )
