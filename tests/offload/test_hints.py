@@ -15,8 +15,6 @@ from kvoffload.offload.base import ReqContext, make_offload_key
 from kvoffload.offload.hints import (
     MAX_NAME_CHARS,
     NO_HINTS,
-    REMEMBERED_REQUESTS,
-    WARNING_INTERVAL_S,
     HintReader,
     Hints,
 )
@@ -39,6 +37,10 @@ def reader(clock):
 
 def ask(reader, hint, name="r"):
     return reader.hints(ReqContext(name, {"kvoffload": hint}), TIERS)
+
+
+def ignored(reader):
+    return reader._counters["hints_ignored"]
 
 
 def nested(depth):
@@ -109,15 +111,12 @@ def test_nothing_that_a_client_sends_is_kept(reader):
     assert held < 1 << 20
 
 
-def test_hints_end_with_their_request_and_are_bounded_without_an_end(reader):
+def test_hints_end_with_their_request():
     manager = TieredOffloadingManager(HostCache(4, LRUPolicy(4)))
     context = ReqContext("r", {"kvoffload": {"max_load_tokens": 7}})
     assert manager.hints(context).max_load_tokens == 7
     manager.retire([make_offload_key(bytes(32), 0)], context)
     assert len(manager._hints.known) == 0
-    for i in range(REMEMBERED_REQUESTS + 10):
-        ask(reader, {"max_load_tokens": i}, f"r{i}")
-    assert len(reader.known) == REMEMBERED_REQUESTS
 
 
 class Counting(dict):
@@ -163,22 +162,62 @@ def test_a_request_without_a_name_is_read_each_time(reader):
 )
 def test_what_makes_no_sense_is_ignored_in_one_line(reader, hint, caplog):
     assert ask(reader, hint() if callable(hint) else hint) == NO_HINTS
-    assert reader._counters["hints_ignored"] == 1
+    assert ignored(reader) == 1
     (record,) = caplog.records
     assert len(record.getMessage()) < 300
 
 
-def test_a_name_from_a_client_forges_no_line_and_floods_no_log(reader, clock, caplog):
+def test_a_name_from_a_client_forges_no_line(reader, caplog):
     ask(reader, {"a\nCRITICAL forged\x1b[31m" + "z" * 5_000_000: 1})
     (record,) = caplog.records
     text = record.getMessage()
     assert text.isprintable()
     assert text.isascii()
     assert text.count("z") < MAX_NAME_CHARS
-    for i in range(1000):
-        ask(reader, {f"name{i}": 1}, f"r{i}")
-    assert len(caplog.records) == 1
-    clock[0] += WARNING_INTERVAL_S  # and nobody has silenced the log for good
-    ask(reader, {"last": 1}, "last")
-    assert [r.levelno for r in caplog.records] == [logging.WARNING] * 2
-    assert "1002 ignored" in caplog.text
+
+
+def test_as_many_names_and_items_as_make_sense_are_read_and_no_more(reader):
+    some = {f"unknown {i}": 1 for i in range(15)}
+    assert ask(reader, {**some, "priority": 3}, "a").priority == 3
+    assert ignored(reader) == 15
+    assert ask(reader, {**some, "more": 1, "priority": 3}, "b") == NO_HINTS
+    assert ignored(reader) == 16
+    assert ask(reader, {"tiers": ["disk"] * 16}, "c").tiers == ("disk",) * 16
+    assert ask(reader, {"tiers": ["disk"] * 17}, "d").tiers is None
+    assert ignored(reader) == 17
+
+
+def test_tiers_that_do_not_exist_are_left_out_and_counted(reader):
+    assert ask(reader, {"tiers": ["disk", "tape"]}, "a").tiers == ("disk",)
+    assert ignored(reader) == 1
+    assert ask(reader, {"tiers": ["tape"]}, "b").tiers == ()
+    assert ask(reader, {"tiers": []}, "c").tiers == ()
+    assert ignored(reader) == 2
+
+
+def test_a_load_of_no_tokens_may_be_wished_for_and_of_less_may_not(reader):
+    assert ask(reader, {"max_load_tokens": 0}, "a").max_load_tokens == 0
+    assert ask(reader, {"max_load_tokens": -1, "priority": 1}, "b") == Hints(priority=1)
+    assert ignored(reader) == 1
+
+
+def test_one_line_a_minute_tells_what_is_ignored(reader, clock, caplog):
+    for now_s, lines in ((0.0, 1), (59.9, 1), (60.0, 2), (119.9, 2), (120.0, 3)):
+        clock[0] = now_s
+        ask(reader, {"x" * 41: 1}, f"r{now_s}")
+        assert len(caplog.records) == lines
+    assert f"hint '{'x' * 40}' of a request" in caplog.messages[0]
+    assert "(1 ignored, 0 not allowed so far)" in caplog.messages[0]
+    assert "(3 ignored, 0 not allowed so far)" in caplog.messages[1]
+    assert {record.levelno for record in caplog.records} == {logging.WARNING}
+
+
+def test_hints_of_the_last_1024_requests_are_remembered(reader):
+    for i in range(1025):
+        ask(reader, {"priority": 2}, f"r{i}")
+    assert len(reader.known) == 1024
+    assert reader.known.get("r0", NO_HINTS) == NO_HINTS
+    assert [reader.known.get(f"r{i}", NO_HINTS).priority for i in (1, 1024)] == [2, 2]
+    reader.forget("r1")
+    reader.forget("never")
+    assert reader.known.get("r1", NO_HINTS) == NO_HINTS

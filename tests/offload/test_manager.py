@@ -1,40 +1,10 @@
 """Rules of the manager that a reader should be able to look up one by one."""
 
 import pytest
-from manager_parts import figures
+from manager_parts import Store, figures, keys, new_manager, put, write_through
 
-from kvoffload.offload.base import Reason, make_offload_key
-from kvoffload.offload.host_cache import HostCache
-from kvoffload.offload.manager import Tier, TieredOffloadingManager
-from kvoffload.offload.tiers import Presence
-from kvoffload.policies.lru import LRUPolicy
+from kvoffload.offload.base import Reason
 from tests.support.manager_check import check
-
-
-def keys(prompt, count):
-    return [make_offload_key(f"{prompt}{i}".encode() * 8, 0) for i in range(count)]
-
-
-class Store(Presence):
-    def __init__(self, held=()):
-        self.held = set(held)
-
-    def holds(self, key):
-        return key in self.held
-
-    def forget(self, gone):
-        self.held.difference_update(gone)
-
-
-def new_manager(slots, *stores, max_persisting=None):
-    tiers = [Tier(f"tier{i}", store) for i, store in enumerate(stores)]
-    return TieredOffloadingManager(HostCache(slots, LRUPolicy(slots)), tiers, max_persisting)
-
-
-def put(manager, wanted):
-    output = manager.prepare_store(wanted)
-    manager.complete_store(output.keys_to_store)
-    return output
 
 
 def test_a_chunk_is_visible_only_after_it_is_wholly_stored():
@@ -95,7 +65,7 @@ def test_a_chunk_being_loaded_is_not_evicted():
 
 def test_a_load_names_what_to_fetch_and_from_where():
     a = keys("a", 4)
-    manager = new_manager(4, Store(a[1:3]), Store(a[2:]))
+    manager = new_manager(4, [Store(a[1:3]), Store(a[2:])])
     put(manager, a[:1])
     manager.take_transfers()
     assert manager.lookup_prefix(a) == (4, False)
@@ -110,7 +80,7 @@ def test_a_load_names_what_to_fetch_and_from_where():
 
 def test_a_failed_fetch_is_forgotten_by_its_tier_first():
     a = keys("a", 1)
-    manager = new_manager(4, Store(a))
+    manager = new_manager(4, [Store(a)])
     manager.prepare_load(a)
     manager.complete_load(a, success=False)
     assert manager.lookup(a[0]) is False
@@ -118,14 +88,14 @@ def test_a_failed_fetch_is_forgotten_by_its_tier_first():
 
 def test_a_load_of_more_than_host_memory_is_promised_in_part():
     a = keys("a", 5)
-    manager = new_manager(3, Store(a))
+    manager = new_manager(3, [Store(a)])
     assert manager.lookup_prefix(a) == (3, False)
     assert len(manager.prepare_load(a).host_slots) == 3
 
 
 def test_a_slot_that_a_late_read_may_write_is_not_given_out():
     a, b = keys("a", 1), keys("b", 1)
-    manager = new_manager(1, Store(a))
+    manager = new_manager(1, [Store(a)])
     slots = manager.prepare_load(a).host_slots.tolist()
     manager.complete_load(a, success=False, settled=False)
     assert manager.prepare_store(b) is None
@@ -134,7 +104,7 @@ def test_a_slot_that_a_late_read_may_write_is_not_given_out():
 
 
 def test_write_through_follows_a_store_and_pins_until_answered():
-    manager = new_manager(2, Store(), max_persisting=2)
+    manager = new_manager(2, [Store()], max_persisting_slots=2)
     a = keys("a", 2)
     put(manager, a)
     (transfer,) = manager.take_transfers()
@@ -148,7 +118,7 @@ def test_write_through_follows_a_store_and_pins_until_answered():
 
 
 def test_write_through_beyond_its_limit_waits_and_is_dropped_only_if_evicted():
-    manager = new_manager(4, Store(), max_persisting=1)
+    manager = new_manager(4, [Store()], max_persisting_slots=1)
     a = keys("a", 3)
     put(manager, a)
     (first,) = manager.take_transfers()
@@ -164,7 +134,7 @@ def test_write_through_beyond_its_limit_waits_and_is_dropped_only_if_evicted():
 
 
 def test_a_tier_that_hangs_does_not_hold_up_the_others():
-    manager = new_manager(8, Store(), Store(), max_persisting=4)
+    manager = new_manager(8, [Store(), Store()], max_persisting_slots=4)
     put(manager, keys("a", 4))
     hung, quick = manager.take_transfers()
     assert (hung.tier, quick.tier) == ("tier0", "tier1")
@@ -200,7 +170,7 @@ def test_what_was_in_flight_at_a_reset_ends_as_removed(success):
 @pytest.mark.parametrize("success", [True, False])
 def test_what_is_in_flight_at_a_reset_can_be_stored_anew_at_once(success):
     a, b, c = keys("a", 1), keys("b", 1), keys("c", 1)
-    manager = new_manager(6, Store(c))
+    manager = new_manager(6, [Store(c)])
     put(manager, a)
     (written,) = manager.take_transfers()
     old = [manager.begin_load(a), manager.prepare_store(b).job, manager.begin_load(c)]
@@ -213,9 +183,7 @@ def test_what_is_in_flight_at_a_reset_can_be_stored_anew_at_once(success):
         manager.complete(job, [success], settled=False)
         manager.release_slots(job.unsettled_slots(), job)
         assert [manager.lookup(key) for key in new.keys] == [True] * 3
-    while jobs := manager.take_transfers():
-        for job in jobs:
-            manager.complete(job, [True] * len(job.keys))
+    write_through(manager)
     assert manager.busy_slots == 0
     check(manager)
 
@@ -236,7 +204,7 @@ def test_a_prompt_on_a_tier_with_a_whole_index_is_not_asked_for_chunk_by_chunk(s
     prompt = keys("a", 600)
     one_by_one, counting = Store(prompt[:500]), Counting(prompt[:500])
     for store in (one_by_one, counting):
-        manager = TieredOffloadingManager(HostCache(slots, LRUPolicy(slots)), [Tier("disk", store)])
+        manager = new_manager(slots, [store])
         assert manager.lookup_prefix(prompt) == (found, False)
         told = figures(manager)["lookups"]
         if store is one_by_one:

@@ -1,18 +1,12 @@
-"""Limits of the manager: rates, hints, memories and tiers."""
-
-import logging
-from collections import Counter
+"""Limits of the manager: rates, memories and tiers."""
 
 import pytest
 from manager_parts import Store, figures, keys, new_manager, put
 
 from kvoffload.backends.base import Removal
-from kvoffload.config import KNOWN_HINTS
-from kvoffload.offload import hints as hints_module
 from kvoffload.offload.admission import AdmissionFilter
 from kvoffload.offload.base import Reason, ReqContext
 from kvoffload.offload.events import MissReasons
-from kvoffload.offload.hints import NO_HINTS, HintReader
 from kvoffload.offload.promises import Speed
 from kvoffload.offload.tiers import Tier, first_holder
 
@@ -50,78 +44,6 @@ def test_hits_are_told_by_medium_and_those_of_tiers_are_not_hits_of_host_memory(
     told = figures(manager)["lookups"]
     assert [told[tier]["hit"] for tier in ("cpu", "tier0", "tier1")] == [2, 3, 1]
     assert told[""] == {"miss": 1, "pending": 0}
-
-
-# ---- hints ---------------------------------------------------------------------------------------
-
-
-class Reader:
-    """A reader of all hints, with a clock that the test sets."""
-
-    def __init__(self):
-        self.counters, self.now_s = Counter(), 0.0
-        self.reader = HintReader(self.counters, KNOWN_HINTS, lambda: self.now_s)
-
-    def read(self, hint, name="r", tiers=("disk", "redis")):
-        context = ReqContext(name, {"kvoffload": hint})
-        return self.reader.hints(context, frozenset(tiers))
-
-    @property
-    def ignored(self):
-        return self.counters["hints_ignored"]
-
-
-@pytest.fixture
-def reader():
-    return Reader()
-
-
-def test_as_many_names_and_items_as_make_sense_are_read_and_no_more(reader):
-    some = {f"unknown {i}": 1 for i in range(15)}
-    assert reader.read({**some, "priority": 3}, "a").priority == 3
-    assert reader.ignored == 15
-    assert reader.read({**some, "more": 1, "priority": 3}, "b") == NO_HINTS
-    assert reader.ignored == 16
-    assert reader.read({"tiers": ["disk"] * 16}, "c").tiers == ("disk",) * 16
-    assert reader.read({"tiers": ["disk"] * 17}, "d").tiers is None
-    assert reader.ignored == 17
-
-
-def test_tiers_that_do_not_exist_are_left_out_and_counted(reader):
-    assert reader.read({"tiers": ["disk", "tape"]}, "a").tiers == ("disk",)
-    assert reader.ignored == 1
-    assert reader.read({"tiers": ["tape"]}, "b").tiers == ()
-    assert reader.read({"tiers": []}, "c").tiers == ()
-    assert reader.ignored == 2
-
-
-def test_a_load_of_no_tokens_may_be_wished_for_and_of_less_may_not(reader):
-    assert reader.read({"max_load_tokens": 0}, "a").max_load_tokens == 0
-    assert reader.read({"max_load_tokens": -1, "priority": 1}, "b") == hints_module.Hints(
-        priority=1
-    )
-    assert reader.ignored == 1
-
-
-def test_one_line_a_minute_tells_what_is_ignored(reader, caplog):
-    for now_s, lines in ((0.0, 1), (59.9, 1), (60.0, 2), (119.9, 2), (120.0, 3)):
-        reader.now_s = now_s
-        reader.read({"x" * 41: 1}, f"r{now_s}")
-        assert len(caplog.records) == lines
-    assert f"hint '{'x' * 40}' of a request" in caplog.messages[0]
-    assert "(1 ignored, 0 not allowed so far)" in caplog.messages[0]
-    assert caplog.records[0].levelno == logging.WARNING
-
-
-def test_hints_of_the_last_1024_requests_are_remembered(reader):
-    for i in range(1025):
-        reader.read({"priority": 2}, f"r{i}")
-    assert len(reader.reader.known) == 1024
-    assert reader.reader.known.get("r0", NO_HINTS) == NO_HINTS
-    assert [reader.reader.known.get(f"r{i}", NO_HINTS).priority for i in (1, 1024)] == [2, 2]
-    reader.reader.forget("r1")
-    reader.reader.forget("never")
-    assert reader.reader.known.get("r1", NO_HINTS) == NO_HINTS
 
 
 # ---- memories ------------------------------------------------------------------------------------

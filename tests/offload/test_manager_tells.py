@@ -1,7 +1,7 @@
 """What the manager tells: why a chunk is missing, and events."""
 
 import pytest
-from manager_parts import Store, figures, keys, new_manager, put
+from manager_parts import Store, figures, keys, new_manager, put, write_through
 
 from kvoffload.backends.base import Removal
 from kvoffload.offload.base import ChunksRemoved, Reason
@@ -91,8 +91,7 @@ def test_hits_are_counted_by_where_they_are():
     assert manager.lookup_prefix([*a[:2], *keys("b", 1)]) == (2, False)
     assert counted() == (6, 3, 2, 0)
     manager.reset_cache()
-    for transfer in manager.take_transfers():
-        manager.complete(transfer, [True] * len(transfer.keys))
+    write_through(manager)
     manager.prepare_load(a[:1])  # from the tier: about to be in host memory
     assert manager.lookup_prefix(a) == (0, True)
     assert counted() == (6, 3, 2, 1)
@@ -133,9 +132,7 @@ def test_a_chunk_dropped_once_and_written_later_was_evicted():
     manager.complete(busy, [True])
     assert manager.explain(b) == ["dropped"]
     put(manager, b)
-    while transfers := manager.take_transfers():
-        for transfer in transfers:
-            manager.complete(transfer, [True] * len(transfer.keys))
+    write_through(manager)
     put(manager, keys("d", 2))
     assert manager.explain(b) == ["evicted"]
 

@@ -1,25 +1,14 @@
 """Tails of a prefix leave before heads, whenever the transfers of its chunks end."""
 
 import pytest
-from manager_parts import Store, keys
+from manager_parts import Store, keys, new_manager, write_through
 
-from kvoffload import registry
 from kvoffload.offload.base import ReqContext
-from kvoffload.offload.host_cache import HostCache
-from kvoffload.offload.manager import Tier, TieredOffloadingManager
 from kvoffload.policies.lru import LRUPolicy
 from tests.support.manager_check import check
 
 A, B = ReqContext("a"), ReqContext("b")
 POLICIES = ["lru", "arc", "handicap"]
-
-
-def new_manager(policy, slots, stores=(), **settings):
-    order = policy
-    if isinstance(policy, str):
-        order = registry.load(registry.POLICIES, policy, "policy")(slots)
-    tiers = [Tier(f"tier{i}", store) for i, store in enumerate(stores)]
-    return TieredOffloadingManager(HostCache(slots, order), tiers, **settings)
 
 
 def stored(manager, chunks, context=A):
@@ -39,7 +28,7 @@ def evicted_one_by_one(manager, count):
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("parts", [[(2, 4)], [(2, 3), (3, 4)], [(3, 4), (2, 3)]])
 def test_stores_that_end_after_their_request_keep_the_tail_first(policy, parts):
-    manager = new_manager(policy, 4)
+    manager = new_manager(4, policy=policy)
     a = keys("a", 4)
     manager.touch(a, A)
     stored(manager, a[:2])
@@ -69,7 +58,7 @@ def written(manager, transfers):
 @pytest.mark.parametrize("unsettled", [0, 1, 2])
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 2, 0)])
 def test_a_slot_released_after_all_other_writes_keeps_the_tail_first(policy, order, unsettled):
-    manager = new_manager(policy, 6, [Store()], max_persisting_slots=6)
+    manager = new_manager(6, [Store()], policy=policy, max_persisting_slots=6)
     a = stored_in_steps(manager)
     transfers = manager.take_transfers()
     manager.retire(a, A)
@@ -83,7 +72,7 @@ def test_a_slot_released_after_all_other_writes_keeps_the_tail_first(policy, ord
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_request_that_ends_before_a_slot_is_released_keeps_the_tail_first(policy):
-    manager = new_manager(policy, 6, [Store()], max_persisting_slots=6)
+    manager = new_manager(6, [Store()], policy=policy, max_persisting_slots=6)
     a = stored_in_steps(manager)
     *others, last = manager.take_transfers()
     written(manager, others)
@@ -97,18 +86,17 @@ def test_a_request_that_ends_before_a_slot_is_released_keeps_the_tail_first(poli
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_writes_that_begin_after_the_request_keep_the_tail_first(policy):
-    manager = new_manager(policy, 6, [Store(), Store()], max_persisting_slots=2)
+    manager = new_manager(6, [Store(), Store()], policy=policy, max_persisting_slots=2)
     a = stored_in_steps(manager)
     manager.retire(a, A)
-    while transfers := manager.take_transfers():
-        written(manager, transfers)
+    write_through(manager)
     check(manager)
     assert evicted_one_by_one(manager, 6) == a[::-1]
 
 
 @pytest.mark.parametrize("failed", [0, 1, 2, 3])
 def test_a_store_that_fails_after_its_request_leaves_the_others_in_order(failed):
-    manager = new_manager("lru", 4)
+    manager = new_manager(4)
     a = keys("a", 4)
     manager.prepare_store(a, A)
     manager.retire(a, A)
@@ -121,7 +109,7 @@ def test_a_store_that_fails_after_its_request_leaves_the_others_in_order(failed)
 
 
 def test_of_two_requests_with_one_head_both_tails_leave_before_it():
-    manager = new_manager("lru", 5)
+    manager = new_manager(5)
     head, (a2, a3), (b2,) = keys("h", 2), keys("a", 2), keys("b", 1)
     manager.prepare_store([*head, a2, a3], A)
     manager.complete_store([*head[:1], a3], A)
@@ -138,7 +126,7 @@ def test_of_two_requests_with_one_head_both_tails_leave_before_it():
 
 
 def test_a_write_that_was_dropped_is_not_waited_for():
-    manager = new_manager("lru", 2, [Store()], max_persisting_slots=1)
+    manager = new_manager(2, [Store()], max_persisting_slots=1)
     a = stored(manager, keys("a", 2))
     (first,) = manager.take_transfers()
     manager.retire(a, A)
@@ -150,7 +138,7 @@ def test_a_write_that_was_dropped_is_not_waited_for():
 
 @pytest.mark.parametrize("forget", ["reset_cache", "replace_tiers"])
 def test_nothing_is_waited_for_after_everything_was_forgotten(forget):
-    manager = new_manager("lru", 4, [Store()], max_persisting_slots=1)
+    manager = new_manager(4, [Store()], max_persisting_slots=1)
     a = stored(manager, keys("a", 2))
     manager.retire(a, A)
     manager.reset_cache() if forget == "reset_cache" else manager.replace_tiers([])
@@ -169,7 +157,7 @@ class CountingLRU(LRUPolicy):
 @pytest.mark.parametrize("lengths", [range(1, 33), range(32, 0, -1), [32] * 32])
 def test_writes_that_land_together_cost_the_same_however_many_requests_wait(lengths):
     order = CountingLRU(32)
-    manager = new_manager(order, 32, [Store()], max_persisting_slots=32)
+    manager = new_manager(32, [Store()], policy=order, max_persisting_slots=32)
     a = stored(manager, keys("a", 32))
     (transfer,) = manager.take_transfers()
     for i, length in enumerate(lengths):
@@ -183,7 +171,7 @@ def test_writes_that_land_together_cost_the_same_however_many_requests_wait(leng
 
 def test_a_request_that_ends_again_is_put_in_order_once():
     order = CountingLRU(33)
-    manager = new_manager(order, 33, [Store()], max_persisting_slots=1)
+    manager = new_manager(33, [Store()], policy=order, max_persisting_slots=1)
     a = stored(manager, keys("a", 32))
     for length in range(32, 0, -1):
         manager.retire(a[:length], A)
@@ -193,7 +181,7 @@ def test_a_request_that_ends_again_is_put_in_order_once():
 
 
 def test_a_tier_that_hangs_does_not_let_the_lists_of_ended_requests_grow():
-    manager = new_manager("lru", 64, [Store()], max_persisting_slots=1)
+    manager = new_manager(64, [Store()], max_persisting_slots=1)
     head = stored(manager, keys("h", 40))
     for i in range(200):
         context, own = ReqContext(f"r{i}"), keys(f"own {i} ", 1)
@@ -208,7 +196,7 @@ def test_a_tier_that_hangs_does_not_let_the_lists_of_ended_requests_grow():
 @pytest.mark.parametrize("ok", [True, False])
 @pytest.mark.parametrize("first", [1, 2, 3])
 def test_a_load_of_a_tail_that_ends_after_its_request_keeps_the_tail_first(policy, first, ok):
-    manager = new_manager(policy, 4)
+    manager = new_manager(4, policy=policy)
     a = keys("a", 4)
     manager.touch(a, A)
     stored(manager, a)
@@ -226,10 +214,10 @@ def test_a_load_of_a_tail_that_ends_after_its_request_keeps_the_tail_first(polic
 @pytest.mark.parametrize("settled", [True, False])
 def test_a_fetch_of_a_tail_that_ends_after_its_request_keeps_the_tail_first(policy, settled):
     a = keys("a", 4)
-    manager = new_manager(policy, 5, [Store(a[2:])])
+    manager = new_manager(5, [Store(a[2:])], policy=policy)
     manager.touch(a, A)
     stored(manager, a[:2])
-    written(manager, manager.take_transfers())
+    write_through(manager)
     job = manager.begin_load(a[2:], A)  # the head is in GPU memory
     manager.retire(a, A)
     ok = [True, settled]

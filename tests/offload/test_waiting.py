@@ -4,15 +4,14 @@ import gc
 import random
 import tracemalloc
 
+import manager_parts
 import pytest
-from manager_parts import Store, figures, keys
+from manager_parts import Store, figures, keys, write_through
 
-from kvoffload import registry
 from kvoffload.offload import claims, needed_chunks, waiting
 from kvoffload.offload.base import ReqContext, tenant_id
 from kvoffload.offload.claims import QueuedRequest
 from kvoffload.offload.host_cache import HostCache
-from kvoffload.offload.manager import Tier, TieredOffloadingManager
 from kvoffload.offload.waiting import Place
 from kvoffload.policies.handicap import HandicapPolicy
 from kvoffload.policies.kept_order import KeptOrder
@@ -30,9 +29,7 @@ class TestKeptOrder(PolicySuite):
 
 
 def new_manager(policy="handicap", slots=64, share=0.9, stores=()):
-    order = registry.load(registry.POLICIES, policy, "policy")(slots)
-    tiers = [Tier(f"tier{i}", store) for i, store in enumerate(stores)]
-    return TieredOffloadingManager(HostCache(slots, order), tiers, waiting_share=share)
+    return manager_parts.new_manager(slots, stores, policy, waiting_share=share)
 
 
 def put(manager, chunks, name="writer"):
@@ -370,9 +367,7 @@ def test_a_step_does_not_look_at_all_that_requests_that_go_on_keep_while_a_chunk
     requests = manager.waiting.requests.values()
     while any(each.num_kept < length for each in requests):
         manager.serve_queue()
-    while writes := manager.take_transfers():
-        for write in writes:
-            manager.complete(write, [True] * len(write.keys))
+    write_through(manager)
     load = manager.begin_load(prompts[-1][:-1], ReqContext("running"))
     manager.complete(load, [i < length - 1 for i in range(length)], True, "corrupt")
 
