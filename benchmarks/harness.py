@@ -7,6 +7,7 @@ import subprocess
 import time
 from collections.abc import Callable, Iterable, Sequence
 from datetime import UTC, datetime
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -79,13 +80,15 @@ def slots(count: int, size: int) -> list[memoryview]:
     return [slab[i * size : (i + 1) * size] for i in range(count)]
 
 
-def caches_of(tensors: Sequence[Any]) -> "CanonicalKVCaches":
-    """Take rows of bytes as the one group of a KV cache."""
+def caches_of(*groups: Sequence[Any]) -> "CanonicalKVCaches":
+    """Take rows of bytes as the groups of a KV cache."""
     from kvoffload.messages import CanonicalKVCacheRef, CanonicalKVCaches, CanonicalKVCacheTensor
 
+    tensors = [tensor for group in groups for tensor in group]
+    refs = (CanonicalKVCacheRef(i, tensor.shape[1]) for i, tensor in enumerate(tensors))
     return CanonicalKVCaches(
         tuple(CanonicalKVCacheTensor(tensor, tensor.shape[1]) for tensor in tensors),
-        (tuple(CanonicalKVCacheRef(i, tensor.shape[1]) for i, tensor in enumerate(tensors)),),
+        tuple(tuple(islice(refs, len(group))) for group in groups),
     )
 
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 import pytest
 from until import until  # noqa: F401
 
+from benchmarks.harness import caches_of
 from kvoffload import memory_limits, registry
-from kvoffload.messages import CanonicalKVCacheRef, CanonicalKVCaches, CanonicalKVCacheTensor
 from tests.support.kernel_files import KernelFiles
 from tests.support.planned_store import installed
 from tests.support.preloaded import Preloaded
@@ -45,14 +45,9 @@ def make_kv_caches(num_blocks=64, page_bytes=(256, 256, 64), padding=0, seed=0):
     import torch  # not above: the process that only hands tests to others would import it
 
     generator = torch.Generator().manual_seed(seed)
-    tensors = []
-    for page in page_bytes:
-        raw = torch.randint(
-            -128, 127, (num_blocks, page + padding), dtype=torch.int8, generator=generator
-        )
-        tensors.append(CanonicalKVCacheTensor(raw[:, :page], page))
-    refs = tuple(CanonicalKVCacheRef(i, page) for i, page in enumerate(page_bytes))
-    return CanonicalKVCaches(tuple(tensors), (refs,))
+    shapes = [(num_blocks, page + padding) for page in page_bytes]
+    raw = [torch.randint(-128, 127, each, dtype=torch.int8, generator=generator) for each in shapes]
+    return caches_of([rows[:, :page] for rows, page in zip(raw, page_bytes, strict=True)])
 
 
 @pytest.fixture

@@ -6,6 +6,7 @@ from contextlib import closing
 import pytest
 import torch
 
+from benchmarks.harness import caches_of
 from kvoffload.connectors.chunk_size import choose_chunk_size
 from kvoffload.connectors.local import LocalConnector
 from kvoffload.core.interface import (
@@ -15,7 +16,6 @@ from kvoffload.core.interface import (
     MambaSpec,
     SlidingWindowSpec,
 )
-from kvoffload.messages import CanonicalKVCacheRef, CanonicalKVCaches, CanonicalKVCacheTensor
 
 KiB, MiB = 1 << 10, 1 << 20
 BLOCK = 16
@@ -56,13 +56,9 @@ def spec(kind=FullAttentionSpec, block_size=BLOCK, **more):
     return kind(block_size=block_size, **shape, **more)
 
 
-def caches_of(*page_bytes, num_blocks=64):
+def caches_with(*page_bytes, num_blocks=64):
     """Return caches with a tensor for each group."""
-    tensors = [torch.zeros((num_blocks, size), dtype=torch.int8) for size in page_bytes]
-    return CanonicalKVCaches(
-        tuple(CanonicalKVCacheTensor(each, each.shape[1]) for each in tensors),
-        tuple((CanonicalKVCacheRef(i, size),) for i, size in enumerate(page_bytes)),
-    )
+    return caches_of(*([torch.zeros((num_blocks, size), dtype=torch.int8)] for size in page_bytes))
 
 
 @pytest.fixture
@@ -91,26 +87,26 @@ def start(caplog):
 
 
 def test_the_local_connector_chooses_by_its_cache_and_says_why_once(start):
-    number, told = start(caches_of(512 * KiB))
+    number, told = start(caches_with(512 * KiB))
     assert number == 4
     assert told == [
         'kvoffload: blocks_per_chunk "auto": a chunk is 4 blocks of 16 tokens, 64 tokens, 2.0 MiB; '
         "decided by the aim of 2.0 MiB"
     ]
-    assert start(caches_of(512 * KiB), blocks_per_chunk=3) == (3, [])
-    number, (line,) = start(caches_of(KiB))
+    assert start(caches_with(512 * KiB), blocks_per_chunk=3) == (3, [])
+    number, (line,) = start(caches_with(KiB))
     assert number == 16
     assert line.endswith("256 tokens, 16.0 KiB; decided by the limit of 256 tokens")
 
 
 def test_the_largest_group_decides_and_recurrent_states_do_not(start):
     full, wide = spec(), spec(SlidingWindowSpec, sliding_window=4096)
-    assert start(caches_of(256 * KiB, 512 * KiB), full, wide)[0] == 4
-    assert start(caches_of(512 * KiB, 256 * KiB), full, wide)[0] == 4
+    assert start(caches_with(256 * KiB, 512 * KiB), full, wide)[0] == 4
+    assert start(caches_with(512 * KiB, 256 * KiB), full, wide)[0] == 4
     state = MambaSpec(block_size=BLOCK, shapes=((8,),), dtypes=(torch.int8,))
-    assert start(caches_of(256 * KiB, 4 * MiB), full, state)[0] == 8
+    assert start(caches_with(256 * KiB, 4 * MiB), full, state)[0] == 8
     # The group with the longest blocks has 256 tokens, too.
-    assert start(caches_of(KiB, KiB), spec(), spec(block_size=4 * BLOCK))[0] == 4
+    assert start(caches_with(KiB, KiB), spec(), spec(block_size=4 * BLOCK))[0] == 4
 
 
 def test_a_narrow_window_has_smaller_chunks_and_its_prompts_are_found(new_request, until):
@@ -119,7 +115,7 @@ def test_a_narrow_window_has_smaller_chunks_and_its_prompts_are_found(new_reques
     with closing(
         LocalConnector(
             {"cpu_bytes": "8MiB"},
-            caches_of(KiB, KiB),
+            caches_with(KiB, KiB),
             block_size=BLOCK,
             facts={"model": "m"},
             kv_cache_config=KVCacheConfig(64, [], groups),
@@ -143,7 +139,7 @@ def test_a_store_of_another_chunk_size_is_named_as_the_cause_of_a_cold_start(
     """As after an update from a version whose default was one block."""
     caplog.set_level(logging.INFO, "kvoffload")
     disk = {"type": "disk", "root": str(tmp_path), "min_free": 0}
-    kv_caches = caches_of(512 * KiB, num_blocks=16)
+    kv_caches = caches_with(512 * KiB, num_blocks=16)
     for more in ({"blocks_per_chunk": former}, {}):
         settings = {"cpu_bytes": "64MiB", "backends": [disk], **more}
         facts = {"model": "Qwen/Qwen3-8B"}

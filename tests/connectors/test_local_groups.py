@@ -11,6 +11,7 @@ import time
 import pytest
 import torch
 
+from benchmarks.harness import caches_of
 from kvoffload.connectors.local import LocalConnector
 from kvoffload.connectors.local.request_states import LoadBackoff
 from kvoffload.core.hashing import BlockHasher, HashChain
@@ -25,11 +26,6 @@ from kvoffload.core.interface import (
 from kvoffload.core.manager import KVCacheManager
 from kvoffload.core.request import Request
 from kvoffload.errors import ConfigError
-from kvoffload.messages import (
-    CanonicalKVCacheRef,
-    CanonicalKVCaches,
-    CanonicalKVCacheTensor,
-)
 from kvoffload.testing import Plan
 from tests.support.block_checks import needed_tokens
 from tests.support.manager_check import check
@@ -92,16 +88,9 @@ class Engine:
             torch.randint(-128, 127, (num_blocks, page), dtype=torch.int8, generator=generator)
             for page in pages
         ]
-        caches = CanonicalKVCaches(
-            tuple(
-                CanonicalKVCacheTensor(memory, page)
-                for memory, page in zip(self.memory, pages, strict=True)
-            ),
-            tuple((CanonicalKVCacheRef(i, page),) for i, page in enumerate(pages)),
-        )
         self.connector = LocalConnector(
             settings,
-            caches,
+            caches_of(*([memory] for memory in self.memory)),
             block_size=self.manager.hash_block_size,
             facts={"model": "hashes"} if facts is None else facts,
             kv_cache_config=config,

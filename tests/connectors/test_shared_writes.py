@@ -6,14 +6,12 @@ from collections import Counter
 import pytest
 import torch
 
+from benchmarks.harness import caches_of
 from kvoffload.config import BackendConfig, OffloadConfig
 from kvoffload.connectors.builder import TieredOffloadingSpec
 from kvoffload.connectors.vllm.kv_caches import SharedWrites
 from kvoffload.messages import (
     BackendLoadStoreSpec,
-    CanonicalKVCacheRef,
-    CanonicalKVCaches,
-    CanonicalKVCacheTensor,
     CPULoadStoreSpec,
     Fetch,
     GPULoadStoreSpec,
@@ -35,11 +33,8 @@ class Rank:
 
     def __init__(self, number, num_ranks, config):
         self.blocks = torch.arange(NUM, dtype=torch.int8).repeat_interleave(PAGE).view(NUM, PAGE)
-        caches = CanonicalKVCaches(
-            (CanonicalKVCacheTensor(self.blocks, PAGE),), ((CanonicalKVCacheRef(0, PAGE),),)
-        )
         self.spec = TieredOffloadingSpec(config, PAGE, {"rank": 0})
-        self.transfers = self.spec.open_engine(caches)
+        self.transfers = self.spec.open_engine(caches_of([self.blocks]))
         shared = [name for name, tier in self.spec.tiers.items() if tier.is_shared]
         self.writes = SharedWrites(number, num_ranks, shared)
 

@@ -8,12 +8,8 @@ import pytest
 import torch
 
 from benchmarks.gpu.ours import tier_slab
-from kvoffload.messages import (
-    CanonicalKVCacheRef,
-    CanonicalKVCaches,
-    CanonicalKVCacheTensor,
-    GPULoadStoreSpec,
-)
+from benchmarks.harness import caches_of
+from kvoffload.messages import CanonicalKVCaches, GPULoadStoreSpec
 from kvoffload.transfer.cuda.pinning import PORTION_BYTES
 from kvoffload.transfer.cuda.stream_copier import StreamCopier
 from kvoffload.transfer.factory import make_copier
@@ -57,18 +53,14 @@ def new_copier(caches, slab, layout, *, triton=True, batches=True, **sizes):
 
 def random_caches(draw, num_groups):
     """Groups of tensors of any page size and dtype, with padded rows."""
-    tensors, groups = [], []
-    for _ in range(num_groups):
-        refs = []
-        for _ in range(draw.randint(1, 4)):
-            width = torch.empty(0, dtype=draw.choice(DTYPES)).element_size()
-            page = width * draw.choice([1, 3, 8, 100, 576, 4096])
-            raw = torch.randint(-128, 127, (NUM_BLOCKS, page + draw.choice([0, width, 512])))
-            raw = raw.to(torch.int8).cuda()
-            refs.append(CanonicalKVCacheRef(len(tensors), page))
-            tensors.append(CanonicalKVCacheTensor(raw[:, :page], page))
-        groups.append(tuple(refs))
-    return CanonicalKVCaches(tuple(tensors), tuple(groups))
+
+    def rows():
+        width = torch.empty(0, dtype=draw.choice(DTYPES)).element_size()
+        page = width * draw.choice([1, 3, 8, 100, 576, 4096])
+        raw = torch.randint(-128, 127, (NUM_BLOCKS, page + draw.choice([0, width, 512])))
+        return raw.to(torch.int8).cuda()[:, :page]
+
+    return caches_of(*([rows() for _ in range(draw.randint(1, 4))] for _ in range(num_groups)))
 
 
 @pytest.mark.parametrize(("triton", "batches"), WAYS)
@@ -206,9 +198,7 @@ def store_and_load(copier, caches, moves, blocks):
 def test_blocks_beyond_two_gib_of_a_tensor_come_back(direct_page_bytes):
     page = 1 << 20
     tensor = torch.empty((5 * GIB // page, page), dtype=torch.int8, device="cuda")
-    caches = CanonicalKVCaches(
-        (CanonicalKVCacheTensor(tensor, page),), ((CanonicalKVCacheRef(0, page),),)
-    )
+    caches = caches_of([tensor])
     layout = ChunkLayout(caches, 1)
     slab = tier_slab(4, layout.slot_bytes)
     blocks = [len(tensor) - 1, 2 * GIB // page, 2 * GIB // page - 1, 0]

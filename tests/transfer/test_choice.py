@@ -7,6 +7,7 @@ import pytest
 import torch
 from cuda_stand_in import install
 
+from benchmarks.harness import caches_of
 from kvoffload import LocalConnector
 from kvoffload.errors import ConfigError
 from kvoffload.messages import CanonicalKVCacheRef, CanonicalKVCaches, CanonicalKVCacheTensor
@@ -51,9 +52,7 @@ def test_tensors_that_are_not_rows_of_bytes_on_one_device_are_refused(tensors, n
 
 
 def test_a_device_that_nobody_copies_from_is_refused_by_name():
-    caches = CanonicalKVCaches(
-        (CanonicalKVCacheTensor(rows("meta"), PAGE),), ((CanonicalKVCacheRef(0, PAGE),),)
-    )
+    caches = caches_of([rows("meta")])
     layout = ChunkLayout(caches, 1)
     with pytest.raises(ConfigError, match=r"kv_caches = .*meta.*must be CPU or CUDA tensors"):
         make_copier(caches, Slab(1, layout.slot_bytes), layout)
@@ -64,9 +63,7 @@ def test_batched_copies_can_be_switched_off(monkeypatch, setting, way):
     """For a driver whose batches are defective."""
     cuda = install(monkeypatch.setattr, 1 << 20)
     monkeypatch.setattr(factory, "check_caches", lambda caches: torch.device("cuda", 0))
-    caches = CanonicalKVCaches(
-        (CanonicalKVCacheTensor(GOOD, PAGE),), ((CanonicalKVCacheRef(0, PAGE),),)
-    )
+    caches = caches_of([GOOD])
     settings = {"cpu_bytes": "64KiB", "backends": [], **setting}
     with closing(LocalConnector(settings, caches, block_size=4, facts={"model": "m"})) as connector:
         assert connector.stats()["copies"]["copies"].startswith(way)
@@ -75,8 +72,6 @@ def test_batched_copies_can_be_switched_off(monkeypatch, setting, way):
 
 def test_padded_rows_are_not_refused():
     padded = torch.zeros((8, 2 * PAGE), dtype=torch.int8)[:, :PAGE]
-    caches = CanonicalKVCaches(
-        (CanonicalKVCacheTensor(padded, PAGE),), ((CanonicalKVCacheRef(0, PAGE),),)
-    )
+    caches = caches_of([padded])
     layout = ChunkLayout(caches, 1)
     make_copier(caches, Slab(1, layout.slot_bytes), layout).close()

@@ -11,12 +11,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvoffload.messages import (
-    CanonicalKVCacheRef,
-    CanonicalKVCaches,
-    CanonicalKVCacheTensor,
-    GPULoadStoreSpec,
-)
+from benchmarks.harness import caches_of
+from kvoffload.messages import GPULoadStoreSpec
 from kvoffload.transfer.cpu.copier import CpuCopier
 from kvoffload.transfer.cpu.gather import PagesOfTensor, gathers, scatters
 from kvoffload.transfer.layout import ChunkLayout, check_moves
@@ -29,15 +25,11 @@ LONGEST_S = 20.0
 
 
 def make_caches(pages_by_group, padding, num_blocks=NUM_BLOCKS):
-    tensors, groups = [], []
-    for pages in pages_by_group:
-        refs = []
-        for page in pages:
-            raw = torch.randint(-128, 127, (num_blocks, page + padding), dtype=torch.int8)
-            refs.append(CanonicalKVCacheRef(len(tensors), page))
-            tensors.append(CanonicalKVCacheTensor(raw[:, :page], page))
-        groups.append(tuple(refs))
-    return CanonicalKVCaches(tuple(tensors), tuple(groups))
+    def rows(page):
+        raw = torch.randint(-128, 127, (num_blocks, page + padding), dtype=torch.int8)
+        return raw[:, :page]
+
+    return caches_of(*(list(map(rows, pages)) for pages in pages_by_group))
 
 
 @settings(max_examples=60)
@@ -166,10 +158,7 @@ def test_a_round_trip_restores_every_byte_wherever_tensors_lie(
         at += shift
         tensors.append(memory.as_strided((8, page), (row, 1), at))
         at += 8 * row
-    caches = CanonicalKVCaches(
-        tuple(CanonicalKVCacheTensor(tensor, page) for tensor in tensors),
-        (tuple(CanonicalKVCacheRef(i, page) for i in range(len(tensors))),),
-    )
+    caches = caches_of(tensors)
     layout = ChunkLayout(caches, per_chunk)
     rng = np.random.default_rng(seed)
     ids, first = rng.permutation(8)[: rng.integers(1, 9)], int(rng.integers(per_chunk))

@@ -6,12 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from kvoffload.messages import (
-    CanonicalKVCacheRef,
-    CanonicalKVCaches,
-    CanonicalKVCacheTensor,
-    GPULoadStoreSpec,
-)
+from benchmarks.harness import caches_of
+from kvoffload.messages import GPULoadStoreSpec
 from kvoffload.transfer.cuda import stream_copier
 from kvoffload.transfer.cuda.copies import Copies
 from kvoffload.transfer.cuda.stream_copier import StreamCopier
@@ -56,9 +52,7 @@ class CopyEngine(LateDevice):
 def test_a_small_copy_waits_for_two_batches_at_most(to_host, direct_page_bytes, monkeypatch, until):
     monkeypatch.setattr(stream_copier, "BATCH_BYTES", BATCH_BYTES)
     tensor = torch.randint(-128, 127, (CHUNKS, PAGE), dtype=torch.int8)
-    caches = CanonicalKVCaches(
-        (CanonicalKVCacheTensor(tensor, PAGE),), ((CanonicalKVCacheRef(0, PAGE),),)
-    )
+    caches = caches_of([tensor])
     layout = ChunkLayout(caches, 1)
     slab = Slab(CHUNKS, layout.slot_bytes)
     device = CopyEngine(caches, slab, 1)

@@ -10,12 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from opcodes import count_opcodes
 
-from kvoffload.messages import (
-    CanonicalKVCacheRef,
-    CanonicalKVCaches,
-    CanonicalKVCacheTensor,
-    GPULoadStoreSpec,
-)
+from benchmarks.harness import caches_of
+from kvoffload.messages import CanonicalKVCaches, GPULoadStoreSpec
 from kvoffload.transfer.cuda.copies import Copies
 from kvoffload.transfer.cuda.copy_plan import (
     FIRST_COPIES,
@@ -33,19 +29,18 @@ PAGE = 4096
 """Such pages fill a slot without padding: chunks in adjacent slots are adjacent bytes."""
 
 
-def caches_of(pages, num_blocks, padding=0):
-    tensors = [
-        torch.randint(-128, 127, (num_blocks, page + padding), dtype=torch.int8)[:, :page]
-        for page in pages
-    ]
-    return CanonicalKVCaches(
-        tuple(map(CanonicalKVCacheTensor, tensors, pages)),
-        (tuple(CanonicalKVCacheRef(i, page) for i, page in enumerate(pages)),),
+def noise(pages, num_blocks, padding=0):
+    """Make caches of one group."""
+    return caches_of(
+        [
+            torch.randint(-128, 127, (num_blocks, page + padding), dtype=torch.int8)[:, :page]
+            for page in pages
+        ]
     )
 
 
 def plan_of(direct_page_bytes, num_blocks=8):
-    caches = caches_of([PAGE], num_blocks)
+    caches = noise([PAGE], num_blocks)
     layout = ChunkLayout(caches, PER_CHUNK)
     plan = CopyPlan(caches, layout, 1 << 20, direct_page_bytes)
     return plan, caches.tensors[0].tensor.data_ptr()
@@ -53,7 +48,7 @@ def plan_of(direct_page_bytes, num_blocks=8):
 
 def test_a_transfer_ends_in_the_slab_where_its_last_chunk_does():
     """Slots are rows: a chunk of a wider group takes several."""
-    caches = caches_of([PAGE, PAGE, PAGE], 8)
+    caches = noise([PAGE, PAGE, PAGE], 8)
     wide, thin = caches.group_data_refs[0][:2], caches.group_data_refs[0][2:]
     layout = ChunkLayout(CanonicalKVCaches(caches.tensors, (wide, thin)), PER_CHUNK)
     plan = CopyPlan(caches, layout, 1 << 20, 1)
@@ -116,7 +111,7 @@ def test_every_byte_of_the_blocks_goes_to_its_place_in_the_slots_and_no_other(
     pages, padding, per_chunk, unit, stage_bytes, staged, data
 ):
     """Carried out with memmove, against the layout's own description, for any part of chunks."""
-    caches = caches_of(pages, 20, padding)
+    caches = noise(pages, 20, padding)
     layout = ChunkLayout(caches, per_chunk)
     first = data.draw(st.integers(0, per_chunk - 1))
     ids = data.draw(st.permutations(range(20)))[: data.draw(st.integers(1, 12))]
@@ -166,10 +161,7 @@ def test_nothing_to_copy_is_no_copy():
 def test_a_batch_has_a_bounded_number_of_copies_and_bytes():
     tensors, page, chunks = 64, 64 << 10, 100
     pages = torch.empty((chunks, page), dtype=torch.int8)  # one memory for all: nothing is copied
-    caches = CanonicalKVCaches(
-        tuple(CanonicalKVCacheTensor(pages, page) for _ in range(tensors)),
-        (tuple(CanonicalKVCacheRef(i, page) for i in range(tensors)),),
-    )
+    caches = caches_of([pages] * tensors)
     layout = ChunkLayout(caches, 1)
     plan = CopyPlan(caches, layout, 1 << 20, 32 << 10)
     moves = layout.moves(GPULoadStoreSpec(range(chunks)[::-1]), list(range(chunks)))
@@ -194,7 +186,7 @@ def test_the_first_batch_is_small_and_each_later_one_four_times_as_large():
 @pytest.mark.parametrize("tensors", [1, 64])
 def test_a_batch_takes_the_same_steps_however_many_copies_it_has(tensors):
     """Thousands of pages cost no Python of their own: the thread would hold the GIL for them."""
-    caches = caches_of([64] * tensors, 2 * MOST_COPIES)
+    caches = noise([64] * tensors, 2 * MOST_COPIES)
     layout = ChunkLayout(caches, 1)
     plan = CopyPlan(caches, layout, 1 << 20, 1)
 
@@ -221,5 +213,5 @@ def test_a_batch_takes_the_same_steps_however_many_copies_it_has(tensors):
 
 def test_the_layout_s_description_is_the_one_that_namespaces_are_made_of():
     """Another text would lose all that is stored."""
-    layout = ChunkLayout(caches_of([64, 32], 4), PER_CHUNK)
+    layout = ChunkLayout(noise([64, 32], 4), PER_CHUNK)
     assert layout.description == "tensor-major-1 [[64, 32]]"

@@ -5,10 +5,8 @@ import pytest
 import torch
 from opcodes import count_opcodes
 
+from benchmarks.harness import caches_of
 from kvoffload.messages import (
-    CanonicalKVCacheRef,
-    CanonicalKVCaches,
-    CanonicalKVCacheTensor,
     CPULoadStoreSpec,
     GPULoadStoreSpec,
 )
@@ -34,12 +32,8 @@ class Copied(CpuCopier):
 def parts(chunks, per_chunk):
     """An engine over a cache of two groups, and both ends of a transfer of that many chunks."""
     num_blocks = 2 * chunks * per_chunk
-    entries = tuple(
-        CanonicalKVCacheTensor(torch.zeros((num_blocks, PAGE), dtype=torch.int8), PAGE)
-        for _ in range(GROUPS)
-    )
-    refs = tuple((CanonicalKVCacheRef(i, PAGE),) for i in range(GROUPS))
-    caches = CanonicalKVCaches(entries, refs)
+    tensors = [torch.zeros((num_blocks, PAGE), dtype=torch.int8) for _ in range(GROUPS)]
+    caches = caches_of(*([tensor] for tensor in tensors))
     layout = ChunkLayout(caches, per_chunk)
     slab = Slab(chunks, layout.slot_bytes)
     copier = Copied(caches, slab, layout)

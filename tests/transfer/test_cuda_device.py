@@ -9,12 +9,8 @@ import pytest
 import torch
 from cuda_stand_in import FakeDriver, install
 
-from kvoffload.messages import (
-    CanonicalKVCacheRef,
-    CanonicalKVCaches,
-    CanonicalKVCacheTensor,
-    GPULoadStoreSpec,
-)
+from benchmarks.harness import caches_of
+from kvoffload.messages import GPULoadStoreSpec
 from kvoffload.transfer.cuda import stream_copier
 from kvoffload.transfer.cuda.copies import Copies
 from kvoffload.transfer.cuda.direction import STAGES, TABLES
@@ -34,12 +30,12 @@ def cuda(monkeypatch):
 
 
 def make_caches(pages):
-    tensors, refs = [], []
-    for page, padding in pages:
-        raw = torch.randint(-128, 127, (NUM_BLOCKS, page + padding), dtype=torch.int8)
-        refs.append(CanonicalKVCacheRef(len(tensors), page))
-        tensors.append(CanonicalKVCacheTensor(raw[:, :page], page))
-    return CanonicalKVCaches(tuple(tensors), (tuple(refs),))
+    return caches_of(
+        [
+            torch.randint(-128, 127, (NUM_BLOCKS, page + padding), dtype=torch.int8)[:, :page]
+            for page, padding in pages
+        ]
+    )
 
 
 @contextlib.contextmanager

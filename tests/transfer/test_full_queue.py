@@ -8,12 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from kvoffload.messages import (
-    CanonicalKVCacheRef,
-    CanonicalKVCaches,
-    CanonicalKVCacheTensor,
-    GPULoadStoreSpec,
-)
+from benchmarks.harness import caches_of
+from kvoffload.messages import GPULoadStoreSpec
 from kvoffload.transfer.cuda import direction, fences, stream_copier
 from kvoffload.transfer.cuda.direction import MOST_CALLS, Direction
 from kvoffload.transfer.cuda.stream_copier import StreamCopier
@@ -57,9 +53,7 @@ class Parts:
 
     def __init__(self, batches, direct_page_bytes):
         tensor = torch.randint(-128, 127, (CHUNKS + 1, PAGE), dtype=torch.int8)
-        caches = CanonicalKVCaches(
-            (CanonicalKVCacheTensor(tensor, PAGE),), ((CanonicalKVCacheRef(0, PAGE),),)
-        )
+        caches = caches_of([tensor])
         self.tensor, self.layout = tensor, ChunkLayout(caches, 1)
         self.slab = Slab(CHUNKS + 1, self.layout.slot_bytes)
         self.device = FullDevice(caches, self.slab, 1)

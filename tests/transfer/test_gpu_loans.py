@@ -11,12 +11,8 @@ import pytest
 import torch
 from cuda_stand_in import install
 
-from kvoffload.messages import (
-    CanonicalKVCacheRef,
-    CanonicalKVCaches,
-    CanonicalKVCacheTensor,
-    GPULoadStoreSpec,
-)
+from benchmarks.harness import caches_of
+from kvoffload.messages import GPULoadStoreSpec
 from kvoffload.transfer.cuda import copy_plan, stream_copier, torch_device
 from kvoffload.transfer.cuda.stream_copier import StreamCopier
 from kvoffload.transfer.cuda.torch_device import CudaDevice
@@ -38,11 +34,7 @@ class Parts:
     """A copier, and memory of a server as large as its own."""
 
     def __init__(self, used_chunks=CHUNKS, **how):
-        tensors = [torch.zeros((BLOCKS, PAGE), dtype=torch.int8) for _ in range(3)]
-        self.caches = CanonicalKVCaches(
-            tuple(CanonicalKVCacheTensor(tensor, PAGE) for tensor in tensors),
-            (tuple(CanonicalKVCacheRef(i, PAGE) for i in range(3)),),
-        )
+        self.caches = caches_of([torch.zeros((BLOCKS, PAGE), dtype=torch.int8) for _ in range(3)])
         self.layout = ChunkLayout(self.caches, 2)
         slab = Slab(CHUNKS, self.layout.slot_bytes)
         self.device = CudaDevice(self.caches, slab)

@@ -5,12 +5,8 @@ import pytest
 import torch
 from opcodes import count_opcodes
 
-from kvoffload.messages import (
-    CanonicalKVCacheRef,
-    CanonicalKVCaches,
-    CanonicalKVCacheTensor,
-    GPULoadStoreSpec,
-)
+from benchmarks.harness import caches_of
+from kvoffload.messages import GPULoadStoreSpec
 from kvoffload.transfer.cuda import direction, stream_copier
 from kvoffload.transfer.cuda.copy_plan import CopyPlan
 from kvoffload.transfer.cuda.fences import EngineFence, StreamFence
@@ -168,11 +164,7 @@ def test_a_copier_is_closed_when_the_kernels_of_loads_have_ended(make):
 
 def mixed_caches():
     """Two groups: of small pages, which are staged, and of large ones, which are not."""
-    tensors = [torch.zeros((32, size), dtype=torch.int8) for size in (64, 4096)]
-    return CanonicalKVCaches(
-        tuple(CanonicalKVCacheTensor(tensor, tensor.shape[1]) for tensor in tensors),
-        tuple((CanonicalKVCacheRef(i, tensor.shape[1]),) for i, tensor in enumerate(tensors)),
-    )
+    return caches_of(*([torch.zeros((32, size), dtype=torch.int8)] for size in (64, 4096)))
 
 
 @pytest.mark.parametrize("order", [1, -1])
@@ -181,9 +173,7 @@ def mixed_caches():
 def test_staged_and_direct_pages_of_one_load_both_wait_for_the_engine(order, late, seed):
     """Whichever of the two comes first: the other must not take its wait for its own."""
     caches = mixed_caches()
-    caches = (
-        caches if order == 1 else CanonicalKVCaches(caches.tensors, caches.group_data_refs[::-1])
-    )
+    caches = type(caches)(caches.tensors, caches.group_data_refs[::order])
     layout = ChunkLayout(caches, 1)
     slab = Slab(16, layout.slot_bytes)
     device = LateDevice(caches, slab, seed)
@@ -338,10 +328,8 @@ def test_blocks_beyond_two_gib_of_a_tensor_come_back(make, direct_page_bytes):
     page, num_blocks = 1 << 20, 5 << 10
     tensor = torch.empty((num_blocks, page), dtype=torch.int8)
     assert tensor.nbytes == 5 * GIB
-    caches = CanonicalKVCaches(
-        (CanonicalKVCacheTensor(tensor, page),), ((CanonicalKVCacheRef(0, page),),)
-    )
-    parts = make(caches=caches, slots=4, per_chunk=1, direct_page_bytes=direct_page_bytes)
+    how = {"slots": 4, "per_chunk": 1, "direct_page_bytes": direct_page_bytes}
+    parts = make(caches=caches_of([tensor]), **how)
     blocks = [num_blocks - 1, 2 << 10, (2 << 10) - 1, 0]
     for block in blocks:
         tensor[block] = block % 100 + 1
@@ -390,12 +378,7 @@ def test_a_transfer_of_one_step_has_no_pause_before_its_end(
 @pytest.mark.parametrize("to_host", [True, False])
 def test_a_staged_portion_takes_the_same_steps_however_many_chunks_it_has(to_host):
     pages, chunks = [64] * 8, 8000
-    entries = tuple(
-        CanonicalKVCacheTensor(torch.zeros((chunks, page), dtype=torch.int8), page)
-        for page in pages
-    )
-    refs = tuple(CanonicalKVCacheRef(i, page) for i, page in enumerate(pages))
-    caches = CanonicalKVCaches(entries, (refs,))
+    caches = caches_of([torch.zeros((chunks, page), dtype=torch.int8) for page in pages])
     layout = ChunkLayout(caches, 1)
     device = Still()
     launcher = Launcher(device, CopyPlan(caches, layout, 24 << 20, 1 << 20))

@@ -8,21 +8,15 @@ import pytest
 
 CHILD = """
 import numpy as np, torch
-from kvoffload.messages import *
+from benchmarks.harness import caches_of
 from kvoffload.transfer.cuda.triton_kernel import TritonKernels
 from kvoffload.transfer.cuda.staged_blocks import BlockTable, Part
 from kvoffload.transfer.layout import ChunkLayout
 from tests.support.index_kernels import IndexKernels
 
 for pages, padding, per_chunk in [((24, 64), 0, 2), ((7, 300), 3, 3), ((40000, 12), 8, 1)]:
-    entries = tuple(
-        CanonicalKVCacheTensor(
-            torch.randint(-128, 127, (20, page + padding), dtype=torch.int8)[:, :page], page
-        )
-        for page in pages
-    )
-    refs = tuple(CanonicalKVCacheRef(i, page) for i, page in enumerate(pages))
-    caches = CanonicalKVCaches(entries, (refs,))
+    raw = [torch.randint(-128, 127, (20, page + padding), dtype=torch.int8) for page in pages]
+    caches = caches_of([rows[:, :page] for rows, page in zip(raw, pages)])
     regions = ChunkLayout(caches, per_chunk).regions[0]
     part = Part(regions, 0, per_chunk, sum(pages) * per_chunk)
     ids = np.random.default_rng(0).permutation(20)[: 5 * per_chunk].astype(np.int64)[1:]
@@ -34,11 +28,11 @@ for pages, padding, per_chunk in [((24, 64), 0, 2), ((7, 300), 3, 3), ((40000, 1
         stage = torch.zeros(-(-part.num_bytes * 5 // 8) * 8, dtype=torch.int8)
         kernels.move(part, table, stage, True)
         stages.append(stage)
-        before = [entry.tensor.clone() for entry in entries]
-        for entry in entries:
+        before = [entry.tensor.clone() for entry in caches.tensors]
+        for entry in caches.tensors:
             entry.tensor[ids] = 0
         kernels.move(part, table, stage, False)
-        assert all(torch.equal(e.tensor, b) for e, b in zip(entries, before))
+        assert all(torch.equal(e.tensor, b) for e, b in zip(caches.tensors, before))
     assert stages[0].any() and torch.equal(*stages)
 print("same")
 """

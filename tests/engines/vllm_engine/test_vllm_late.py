@@ -6,18 +6,13 @@ pytest.importorskip("vllm.version", reason="vLLM is not installed; see make test
 
 import torch
 
+from benchmarks.harness import caches_of
 from kvoffload import registry
 from kvoffload.backends.disk.backend import DiskBackend
 from kvoffload.connectors.builder import TieredOffloadingSpec
 from kvoffload.connectors.vllm.self_test import check_tiers
 from kvoffload.connectors.vllm.start import read_settings
-from kvoffload.messages import (
-    CanonicalKVCacheRef,
-    CanonicalKVCaches,
-    CanonicalKVCacheTensor,
-    CPULoadStoreSpec,
-    GPULoadStoreSpec,
-)
+from kvoffload.messages import CPULoadStoreSpec, GPULoadStoreSpec
 from tests.support.vfs import StuckVfs
 
 
@@ -42,9 +37,7 @@ def test_a_read_of_the_canary_that_ends_late_touches_nobodys_chunk(tmp_path, mon
         lambda group, name, field="type": Stuck if name == "stuck" else real(group, name, field),
     )
     tensor = torch.zeros(8, 4096, dtype=torch.int8)
-    caches = CanonicalKVCaches(
-        (CanonicalKVCacheTensor(tensor, 4096),), ((CanonicalKVCacheRef(0, 4096),),)
-    )
+    caches = caches_of([tensor])
     settings = read_settings(
         {
             "cpu_bytes": 1 << 20,
