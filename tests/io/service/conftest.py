@@ -18,13 +18,23 @@ def forks(preloaded):
 
 
 @pytest.fixture
-def server(tmp_path, request):
+def new_server(tmp_path):
+    """Start servers, which are killed after the test."""
+    made = []
+
+    def start(manager=None, **settings):
+        made.append(HostServer(tmp_path, manager, **settings))
+        return made[-1]
+
+    yield start
+    for server in made:
+        server.kill()
+
+
+@pytest.fixture
+def server(new_server, request):
     """A server; tests may ask for one that lends nothing."""
-    asked = {"lend": request.param} if hasattr(request, "param") else {}
-    server = HostServer(tmp_path, **asked)
-    yield server
-    server.process.kill()
-    server.process.wait()
+    return new_server(**({"lend": request.param} if hasattr(request, "param") else {}))
 
 
 @pytest.fixture

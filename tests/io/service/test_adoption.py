@@ -18,7 +18,7 @@ from kvoffload.io.service.host_memory import BLOCK, HostMemory
 from kvoffload.io.service.host_store import HostStore
 from kvoffload.policies.lru import LRUPolicy
 from kvoffload.testing.backends import filled, keys_of, slots
-from tests.support.host_server import ClientProcess, HostServer, check_stopped_borrower
+from tests.support.host_server import ClientProcess, check_stopped_borrower
 from tests.support.service_manager import ServiceManager
 
 BLOCKS = 8
@@ -241,59 +241,50 @@ def new_client(tmp_path):
 
 @pytest.mark.parametrize("lend", [False, True])
 @pytest.mark.parametrize("how", ["kill", "stop"])
-def test_a_prompt_is_a_hit_on_the_next_server(tmp_path, manager, attach, lend, how):
-    server = HostServer(tmp_path, manager, lend=lend)
-    try:
-        engine = attach(server.path)
-        engine.store("p")
-        getattr(server, how)()
-        server.start()
-        engine.await_hits("p")
-        late = attach(server.path)
-        late.truth = engine.truth
-        late.await_hits("p")
-        assert "10 chunks of the server before are adopted" in server.log
-    finally:
-        server.kill()
+def test_a_prompt_is_a_hit_on_the_next_server(manager, new_server, attach, lend, how):
+    server = new_server(manager, lend=lend)
+    engine = attach(server.path)
+    engine.store("p")
+    getattr(server, how)()
+    server.start()
+    engine.await_hits("p")
+    late = attach(server.path)
+    late.truth = engine.truth
+    late.await_hits("p")
+    assert "10 chunks of the server before are adopted" in server.log
 
 
 def test_another_size_begins_empty_and_the_manager_keeps_the_new_memory(
-    tmp_path, manager, attach, until
+    manager, new_server, attach, until
 ):
-    server = HostServer(tmp_path, manager, memory="16MiB")
-    try:
-        engine = attach(server.path)
-        engine.store("p")
-        server.kill()
-        server.configure(memory="8MiB")
-        server.start()  # the manager's socket takes calls before the server has its memory
-        until(lambda: "cannot be adopted" in server.log)
-        until(lambda: engine.client._link.is_up and not engine.client._is_opening)
-        engine.store("p")
-        engine.await_hits("p")
-        server.kill()
-        server.start()
-        engine.await_hits("p")
-        assert len(manager.kept) == 1
-    finally:
-        server.kill()
+    server = new_server(manager, memory="16MiB")
+    engine = attach(server.path)
+    engine.store("p")
+    server.kill()
+    server.configure(memory="8MiB")
+    server.start()  # the manager's socket takes calls before the server has its memory
+    until(lambda: "cannot be adopted" in server.log)
+    until(lambda: engine.client._link.is_up and not engine.client._is_opening)
+    engine.store("p")
+    engine.await_hits("p")
+    server.kill()
+    server.start()
+    engine.await_hits("p")
+    assert len(manager.kept) == 1
 
 
 @pytest.mark.parametrize("how", ["kill", "stop"])
 def test_a_stopped_engine_keeps_what_it_has_on_loan_from_the_server_before(
-    tmp_path, manager, attach, new_client, until, how
+    manager, new_server, attach, new_client, until, how
 ):
-    server = HostServer(tmp_path, manager, memory="1MiB", policy="lru")
-    try:
-        client = new_client(1, "held")
-        client.await_loan()
-        os.kill(client.process.pid, signal.SIGSTOP)
-        getattr(server, how)()
-        server.start()
-        engine = attach(server.path)
-        check_stopped_borrower(client, engine, until)
-    finally:
-        server.kill()
+    server = new_server(manager, memory="1MiB", policy="lru")
+    client = new_client(1, "held")
+    client.await_loan()
+    os.kill(client.process.pid, signal.SIGSTOP)
+    getattr(server, how)()
+    server.start()
+    engine = attach(server.path)
+    check_stopped_borrower(client, engine, until)
 
 
 def num_descriptors(server):
@@ -318,35 +309,32 @@ def num_kept(manager, memory_bytes):
     [(3, True), *(pytest.param(300, lend, marks=pytest.mark.chaos) for lend in (False, True))],
 )
 def test_servers_killed_at_any_time_leave_a_warm_memory(
-    tmp_path, manager, attach, new_client, until, kills, lend
+    manager, new_server, attach, new_client, until, kills, lend
 ):
     """Clients store and load all the time, in a memory that has no room for all they store."""
     rng = random.Random(kills)
-    server = HostServer(tmp_path, manager, memory="2MiB", lend=lend)
-    try:
-        before = num_descriptors(server)
-        clients = [new_client(seed) for seed in range(2)]
-        for i in range(kills):
-            if i % 3 == 2:  # else it is killed while it starts, or engines attach
-                until(lambda: engine_count(server) == 2)
-                until(lambda: num_kept(manager, 2 << 20) > 100)
-            time.sleep(rng.uniform(0, 0.3))
-            server.kill()
-            server.start()
-        engine = attach(server.path)
-        # On a busy machine the clients' chunks may take the place of these before they are read.
-        until(lambda: engine.store("p") or engine.load("p") == 10)
-        for client in clients:
-            assert client.process.poll() is None
-            assert client.kill() == "", "wrong bytes"
-        adopted = list(map(int, re.findall(r"(\d+) chunks of the server before", server.log)))
-        assert len(adopted) >= kills // 2  # the rest was killed before it said so
-        assert "cannot be adopted" not in server.log
-        assert adopted[-1] > 64
-        # Two stores of 16 chunks, which have made room, may be lost.
-        assert all(now >= last - 32 for last, now in pairwise(adopted))
-        until(lambda: num_descriptors(server) <= before + 12)  # of the one engine that is left
-        assert len(manager.kept) == 1
-        assert "Traceback" not in server.log
-    finally:
+    server = new_server(manager, memory="2MiB", lend=lend)
+    before = num_descriptors(server)
+    clients = [new_client(seed) for seed in range(2)]
+    for i in range(kills):
+        if i % 3 == 2:  # else it is killed while it starts, or engines attach
+            until(lambda: engine_count(server) == 2)
+            until(lambda: num_kept(manager, 2 << 20) > 100)
+        time.sleep(rng.uniform(0, 0.3))
         server.kill()
+        server.start()
+    engine = attach(server.path)
+    # On a busy machine the clients' chunks may take the place of these before they are read.
+    until(lambda: engine.store("p") or engine.load("p") == 10)
+    for client in clients:
+        assert client.process.poll() is None
+        assert client.kill() == "", "wrong bytes"
+    adopted = list(map(int, re.findall(r"(\d+) chunks of the server before", server.log)))
+    assert len(adopted) >= kills // 2  # the rest was killed before it said so
+    assert "cannot be adopted" not in server.log
+    assert adopted[-1] > 64
+    # Two stores of 16 chunks, which have made room, may be lost.
+    assert all(now >= last - 32 for last, now in pairwise(adopted))
+    until(lambda: num_descriptors(server) <= before + 12)  # of the one engine that is left
+    assert len(manager.kept) == 1
+    assert "Traceback" not in server.log

@@ -16,7 +16,7 @@ from disk_commands import answered, kvoffload
 
 from kvoffload.cli.top import fetch, of_page
 from kvoffload.metrics.names import SERVER_METRICS
-from tests.support.host_server import ClientProcess, HostServer
+from tests.support.host_server import ClientProcess
 from tests.support.redis_server import free_port
 
 LENDING_OR_NOT = pytest.mark.parametrize(
@@ -62,7 +62,7 @@ def test_an_engine_of_another_model_finds_nothing(server, attach):
 
 
 def test_an_engine_begins_without_its_server_and_attaches_when_it_comes(
-    tmp_path, attach, new_request, until, caplog
+    tmp_path, new_server, attach, new_request, until, caplog
 ):
     engine = attach(str(tmp_path / "s"))
     engine.store("p")
@@ -75,19 +75,15 @@ def test_an_engine_begins_without_its_server_and_attaches_when_it_comes(
         f"serve = '{tmp_path}/s': No such file or directory; "
         "start kvoffload serve there, as the user of the engines"
     )
-    server = HostServer(tmp_path)
-    try:
-        until(lambda: engine.client.tiers["serve"].is_complete and not engine.client._is_opening)
-        back = f"the server at {server.path} is there, and its tiers are open"
-        assert caplog.messages.count(back) == 1
-        engine.store("p")
-        assert engine.load("p") == 10
-        assert engine.died == 0
-        assert server.stop() == 0
-        assert engine.load("p") == 0
-    finally:
-        server.process.kill()
-        server.process.wait()
+    server = new_server()
+    until(lambda: engine.client.tiers["serve"].is_complete and not engine.client._is_opening)
+    back = f"the server at {server.path} is there, and its tiers are open"
+    assert caplog.messages.count(back) == 1
+    engine.store("p")
+    assert engine.load("p") == 10
+    assert engine.died == 0
+    assert server.stop() == 0
+    assert engine.load("p") == 0
 
 
 def test_the_death_of_the_server_costs_misses(server, attach, until):
@@ -159,57 +155,47 @@ def test_a_server_that_ends_is_no_error_though_it_takes_a_last_connection(
     assert {record.levelname for record in caplog.records} == {"WARNING"}
 
 
-def test_other_backends_are_no_error_of_an_engine(tmp_path, attach, until, caplog):
-    server = HostServer(tmp_path)
-    try:
-        engine = attach(server.path)
-        disk = {"type": "disk", "root": str(tmp_path / "kv"), "capacity": "64MiB", "min_free": 0}
-        server.configure(backends=[disk])
-        server.process.send_signal(signal.SIGHUP)
-        until(lambda: engine.died and not engine.client._is_opening)
-        assert {record.levelname for record in caplog.records} == {"WARNING"}
-    finally:
-        server.kill()
-
-
-def test_chunks_on_a_disk_survive_the_server(tmp_path, attach, until):
+def test_other_backends_are_no_error_of_an_engine(tmp_path, new_server, attach, until, caplog):
+    server = new_server()
+    engine = attach(server.path)
     disk = {"type": "disk", "root": str(tmp_path / "kv"), "capacity": "64MiB", "min_free": 0}
-    server = HostServer(tmp_path, memory="64KiB", backends=[disk])
-    try:
-        engine = attach(server.path)
-        engine.store("p")
-        engine.store("q")  # a part of p leaves the memory
-        assert engine.load("p") == engine.load("q") == 10
-        assert server.stop() == 0
-        until(lambda: engine.died)
-        server.start()
-        engine.await_hits("p")
-    finally:
-        server.process.kill()
-        server.process.wait()
+    server.configure(backends=[disk])
+    server.process.send_signal(signal.SIGHUP)
+    until(lambda: engine.died and not engine.client._is_opening)
+    assert {record.levelname for record in caplog.records} == {"WARNING"}
 
 
-def test_the_next_server_knows_what_the_queues_of_its_engines_need(tmp_path, attach):
+def test_chunks_on_a_disk_survive_the_server(tmp_path, new_server, attach, until):
+    disk = {"type": "disk", "root": str(tmp_path / "kv"), "capacity": "64MiB", "min_free": 0}
+    server = new_server(memory="64KiB", backends=[disk])
+    engine = attach(server.path)
+    engine.store("p")
+    engine.store("q")  # a part of p leaves the memory
+    assert engine.load("p") == engine.load("q") == 10
+    assert server.stop() == 0
+    until(lambda: engine.died)
+    server.start()
+    engine.await_hits("p")
+
+
+def test_the_next_server_knows_what_the_queues_of_its_engines_need(tmp_path, new_server, attach):
     disk = {"type": "disk", "root": str(tmp_path / "kv"), "capacity": 24 * 8192, "min_free": 0}
-    server = HostServer(tmp_path, memory="16KiB", backends=[disk])
-    try:
-        engine, other = attach(server.path), attach(server.path)
-        engine.store("p")
-        engine.client.awaits([(1, list(engine.client.tiers["serve"]._keys))])
-        other.store("o")
-        server.kill()
-        server.start()
-        engine.await_hits("p")
-        other.await_hits("o")
-        for i in range(6):
-            other.store(f"q{i}")
-        assert (engine.load("p"), other.load("o")) == (10, 0)
-    finally:
-        server.kill()
+    server = new_server(memory="16KiB", backends=[disk])
+    engine, other = attach(server.path), attach(server.path)
+    engine.store("p")
+    engine.client.awaits([(1, list(engine.client.tiers["serve"]._keys))])
+    other.store("o")
+    server.kill()
+    server.start()
+    engine.await_hits("p")
+    other.await_hits("o")
+    for i in range(6):
+        other.store(f"q{i}")
+    assert (engine.load("p"), other.load("o")) == (10, 0)
 
 
 def test_a_chunk_that_a_farther_store_brings_is_its_tenants_in_the_nearer_one(
-    tmp_path, attach, new_request, until
+    tmp_path, new_server, attach, new_request, until
 ):
     def salted(name, *more, **further):
         request = new_request(name, *more, **further)
@@ -218,22 +204,18 @@ def test_a_chunk_that_a_farther_store_brings_is_its_tenants_in_the_nearer_one(
 
     disk = {"type": "disk", "capacity": "64MiB", "min_free": 0}
     near, far = ({**disk, "root": str(tmp_path / name)} for name in ("near", "far"))
-    server = HostServer(tmp_path, backends=[near, far])
-    try:
-        engine = attach(server.path, tenants=True)
-        engine._new_request = salted
-        engine.store("p")
-        engine.store("q")
-        assert server.stop() == 0
-        until(lambda: engine.died)
-        shutil.rmtree(near["root"])
-        server.start()
-        engine.await_hits("p")
-        engine.await_hits("q")
-        assert server.stop() == 0
-    finally:
-        server.process.kill()
-        server.process.wait()
+    server = new_server(backends=[near, far])
+    engine = attach(server.path, tenants=True)
+    engine._new_request = salted
+    engine.store("p")
+    engine.store("q")
+    assert server.stop() == 0
+    until(lambda: engine.died)
+    shutil.rmtree(near["root"])
+    server.start()
+    engine.await_hits("p")
+    engine.await_hits("q")
+    assert server.stop() == 0
     erased = answered("gc", near["root"], "--tenant", "salt of p")
     assert (erased["removed"], erased["kept"], erased["unknown"]) == (10, 10, 0)
 
@@ -297,40 +279,34 @@ def test_killed_servers_cost_two_clients_no_right_byte(server, attach, until, ki
         assert client.kill() == "", "wrong bytes"
 
 
-def test_operators_see_the_server_and_its_engines(tmp_path, attach, until):
+def test_operators_see_the_server_and_its_engines(new_server, attach, until):
     port, told = free_port(), {}
-    server = HostServer(tmp_path, metrics_port=port, namespace_max="8MiB")
-    try:
-        engine = attach(server.path)
-        engine.store("p")
-        assert engine.load("p") == 10
+    server = new_server(metrics_port=port, namespace_max="8MiB")
+    engine = attach(server.path)
+    engine.store("p")
+    assert engine.load("p") == 10
 
-        def has_figures():
-            told.update(of_page(fetch(f"http://127.0.0.1:{port}")).plain)
-            attached = told.get("attached", {}).values()  # a load may be several jobs
-            return any(0 < each["load_bytes"] == each["store_bytes"] for each in attached)
+    def has_figures():
+        told.update(of_page(fetch(f"http://127.0.0.1:{port}")).plain)
+        attached = told.get("attached", {}).values()  # a load may be several jobs
+        return any(0 < each["load_bytes"] == each["store_bytes"] for each in attached)
 
-        until(has_figures)
-        page = fetch(f"http://127.0.0.1:{port}")
-        assert not [name for name in SERVER_METRICS if f"\nkvoffload_{name}" not in page]
-        of_namespace = re.findall(
-            r'^kvoffload_namespace_bytes{namespace="\w{16}"} (.*)$', page, re.M
-        )
-        assert [float(each) for each in of_namespace] == [told["tiers"]["memory"]["resident_bytes"]]
-        assert told["engines"] == 1
-        assert set(told["attached"]) == {str(os.getpid())}
-        assert told["tiers"]["memory"]["capacity_bytes"] == 16 << 20
+    until(has_figures)
+    page = fetch(f"http://127.0.0.1:{port}")
+    assert not [name for name in SERVER_METRICS if f"\nkvoffload_{name}" not in page]
+    of_namespace = re.findall(r'^kvoffload_namespace_bytes{namespace="\w{16}"} (.*)$', page, re.M)
+    assert [float(each) for each in of_namespace] == [told["tiers"]["memory"]["resident_bytes"]]
+    assert told["engines"] == 1
+    assert set(told["attached"]) == {str(os.getpid())}
+    assert told["tiers"]["memory"]["capacity_bytes"] == 16 << 20
+    (finding,) = json.loads(kvoffload("doctor", server.path, "--json").stdout)["findings"]
+    assert (finding["verdict"], "doctor --config" in finding["detail"]) == ("ok", True)
+    server.kill()
+    for _ in range(2):
         (finding,) = json.loads(kvoffload("doctor", server.path, "--json").stdout)["findings"]
-        assert (finding["verdict"], "doctor --config" in finding["detail"]) == ("ok", True)
-        server.kill()
-        for _ in range(2):
-            (finding,) = json.loads(kvoffload("doctor", server.path, "--json").stdout)["findings"]
-            assert (finding["check"], finding["verdict"]) == ("server", "failed")
-            assert server.path in finding["detail"]
-            assert "start kvoffload serve there" in finding["remedy"]
-            Path(server.path).unlink(
-                missing_ok=True
-            )  # as a server does that ends as told; its lock stays
-    finally:
-        server.process.kill()
-        server.process.wait()
+        assert (finding["check"], finding["verdict"]) == ("server", "failed")
+        assert server.path in finding["detail"]
+        assert "start kvoffload serve there" in finding["remedy"]
+        Path(server.path).unlink(
+            missing_ok=True
+        )  # as a server does that ends as told; its lock stays

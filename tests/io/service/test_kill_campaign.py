@@ -8,7 +8,6 @@ import os
 import pytest
 
 from tests.support import kill_campaign
-from tests.support.host_server import HostServer
 
 MEMORY = "1MiB"
 """It has no room for all that engines store."""
@@ -25,14 +24,11 @@ def kills(few, points):
 @kills(10, kill_campaign.ENGINE_POINTS)
 @pytest.mark.parametrize("rank", [False, True], ids=["engines", "ranks"])
 def test_engines_killed_at_named_points_leave_right_bytes_and_nothing_else(
-    tmp_path, until, kills, rank
+    new_server, until, kills, rank
 ):
-    server = HostServer(tmp_path, memory=MEMORY, policy="lru")
-    try:
-        print(kill_campaign.kill_engines(server, kills, until, rank))
-        assert "Traceback" not in server.log
-    finally:
-        server.kill()
+    server = new_server(memory=MEMORY, policy="lru")
+    print(kill_campaign.kill_engines(server, kills, until, rank))
+    assert "Traceback" not in server.log
 
 
 @kills(len(kill_campaign.SERVER_POINTS), kill_campaign.SERVER_POINTS)

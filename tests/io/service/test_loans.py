@@ -41,16 +41,14 @@ from kvoffload.transfer.cuda.stream_copier import StreamCopier
 from kvoffload.transfer.cuda.torch_device import CudaDevice
 from kvoffload.transfer.shared_memory import create_shared_memory
 from tests.io.service.test_bad_input import KEYS, OPEN, SLOT, Talk
-from tests.support.host_server import CLIENT_POINTS, ClientProcess, HostServer
+from tests.support.host_server import CLIENT_POINTS, ClientProcess, check_stopped_borrower
 from tests.support.small_engine import SLOT as CHUNK
 
 
 @pytest.fixture
-def server(tmp_path):
+def server(new_server):
     # The default policy lets new chunks leave before those that were used.
-    server = HostServer(tmp_path, memory="1MiB", policy="lru")
-    yield server
-    server.kill()
+    return new_server(memory="1MiB", policy="lru")
 
 
 @pytest.fixture
@@ -392,9 +390,9 @@ def test_an_engine_of_another_version_gets_no_memory(server):
 
 
 def test_the_server_copies_for_an_engine_that_has_no_room_to_map_its_memory(
-    tmp_path, attach, caplog
+    new_server, attach, caplog
 ):
-    server, limits = HostServer(tmp_path, memory="4GiB"), resource.getrlimit(resource.RLIMIT_AS)
+    server, limits = new_server(memory="4GiB"), resource.getrlimit(resource.RLIMIT_AS)
     try:
         used = int(Path("/proc/self/statm").read_text().split()[0]) * mmap.PAGESIZE
         resource.setrlimit(resource.RLIMIT_AS, (used + (2 << 30), limits[1]))
@@ -405,7 +403,6 @@ def test_the_server_copies_for_an_engine_that_has_no_room_to_map_its_memory(
         assert "cannot be mapped" in caplog.text
     finally:
         resource.setrlimit(resource.RLIMIT_AS, limits)
-        server.kill()
 
 
 def test_a_server_without_memory_that_it_alone_can_write_copies_from_private_memory(caplog):
@@ -419,16 +416,13 @@ def test_a_server_without_memory_that_it_alone_can_write_copies_from_private_mem
     assert "chunks are copied to all engines" in caplog.text
 
 
-def test_a_load_takes_from_memory_and_disk_at_once(tmp_path, attach):
+def test_a_load_takes_from_memory_and_disk_at_once(tmp_path, new_server, attach):
     disk = {"type": "disk", "root": str(tmp_path / "kv"), "capacity": "64MiB", "min_free": 0}
-    server = HostServer(tmp_path, memory=str(6 * BLOCK), backends=[disk])
-    try:
-        engine = attach(server.path)
-        for name in "pqrp":
-            engine.store(name)
-            assert engine.load(name) == 10
-    finally:
-        server.kill()
+    server = new_server(memory=str(6 * BLOCK), backends=[disk])
+    engine = attach(server.path)
+    for name in "pqrp":
+        engine.store(name)
+        assert engine.load(name) == 10
 
 
 class Borrower(Talk):
@@ -522,14 +516,7 @@ def test_an_engine_that_is_stopped_with_loans_delays_no_other(server, attach, un
     client = ClientProcess(server.path, 1, "held")
     client.await_loan()
     os.kill(client.process.pid, signal.SIGSTOP)
-    engine = attach(server.path)
-    until(lambda: lent_bytes(engine) > 0)
-    for i in range(8):
-        engine.store(f"new {i}")
-        assert engine.load(f"new {i}") == 10
-    assert lent_bytes(engine) > 0
-    assert client.kill() == ""
-    until(lambda: lent_bytes(engine) == 0)
+    check_stopped_borrower(client, attach(server.path), until)
 
 
 @pytest.mark.parametrize("kills", [6, pytest.param(300, marks=pytest.mark.chaos)])

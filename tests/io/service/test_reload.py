@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 from tests.support.disk_chunks import stored_in
-from tests.support.host_server import ClientProcess, HostServer, check_stopped_borrower
+from tests.support.host_server import ClientProcess, check_stopped_borrower
 
 
 def reload(server, **settings):
@@ -34,20 +34,17 @@ def test_other_backends_are_used_after_a_reload_and_the_memory_stays(
 
 
 def test_what_is_on_loan_stays_through_a_reload_and_an_engine_that_is_stopped_delays_none(
-    tmp_path, attach, until
+    tmp_path, new_server, attach, until
 ):
-    server = HostServer(tmp_path, memory="1MiB", policy="lru")
-    try:
-        client, engine = ClientProcess(server.path, 1, "held"), attach(server.path)
-        client.await_loan()
-        os.kill(client.process.pid, signal.SIGSTOP)
-        disk = {"type": "disk", "root": str(tmp_path / "kv"), "capacity": "64MiB", "min_free": 0}
-        reload(server, backends=[disk])
-        until(lambda: "other backends are in use" in server.log and not engine.client._is_opening)
-        check_stopped_borrower(client, engine, until)
-        assert "Traceback" not in server.log
-    finally:
-        server.kill()
+    server = new_server(memory="1MiB", policy="lru")
+    client, engine = ClientProcess(server.path, 1, "held"), attach(server.path)
+    client.await_loan()
+    os.kill(client.process.pid, signal.SIGSTOP)
+    disk = {"type": "disk", "root": str(tmp_path / "kv"), "capacity": "64MiB", "min_free": 0}
+    reload(server, backends=[disk])
+    until(lambda: "other backends are in use" in server.log and not engine.client._is_opening)
+    check_stopped_borrower(client, engine, until)
+    assert "Traceback" not in server.log
 
 
 class EarlyReload:
@@ -66,15 +63,14 @@ serve.command(sys.argv[1])
         return subprocess.Popen([sys.executable, "-c", self.PROGRAM, command[-1]], **options)
 
 
-def test_a_reload_that_comes_before_it_can_be_handled_is_carried_out_soon(tmp_path, until):
-    server = HostServer(tmp_path, EarlyReload())
-    try:
-        until(lambda: "engines may attach" in server.log)
-        disk = {"type": "disk", "root": str(tmp_path / "kv"), "capacity": "64MiB", "min_free": 0}
-        reload(server, backends=[disk])
-        until(lambda: "other backends are in use" in server.log)
-    finally:
-        server.kill()
+def test_a_reload_that_comes_before_it_can_be_handled_is_carried_out_soon(
+    tmp_path, new_server, until
+):
+    server = new_server(EarlyReload())
+    until(lambda: "engines may attach" in server.log)
+    disk = {"type": "disk", "root": str(tmp_path / "kv"), "capacity": "64MiB", "min_free": 0}
+    reload(server, backends=[disk])
+    until(lambda: "other backends are in use" in server.log)
 
 
 WRONG = [
