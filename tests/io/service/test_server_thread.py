@@ -33,25 +33,36 @@ KEYS = [key_of(0)]
 OPEN = opening([("serve", "serve", {})], SLOT)
 
 
-def started_in_a_thread(path, *roots):
-    """Start a server in this process; return its thread, and what tells it to end."""
-    disks = [{"type": "disk", "root": str(root), "capacity": "64MiB"} for root in roots]
-    settings = read_serve_config({"socket": path, "memory": "1MiB", "backends": disks})
-    listener, is_started, told = Listener(path), threading.Event(), []
+class InAThread:
+    """A server in this process."""
 
-    def started(made):
-        told.append((made, asyncio.get_running_loop(), asyncio.current_task()))
-        is_started.set()
+    def __init__(self, path, *roots):
+        disks = [{"type": "disk", "root": str(root), "capacity": "64MiB"} for root in roots]
+        self._settings = read_serve_config({"socket": path, "memory": "1MiB", "backends": disks})
+        self._listener, self._is_started = Listener(path), threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+        assert self._is_started.wait(20)
 
-    def run():
-        service.run_service(settings, listener.sock, started)
-        listener.close()
+    def _run(self):
+        service.run_service(self._settings, self._listener.sock, self._started)
+        self._listener.close()
 
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    assert is_started.wait(20)
-    ((made, loop, task),) = told
-    return made, thread, lambda: loop.call_soon_threadsafe(task.cancel)
+    def _started(self, host):
+        self.host, self._task = host, asyncio.current_task()
+        self._loop = asyncio.get_running_loop()
+        self._is_started.set()
+
+    def tell(self):
+        """Tell it to end."""
+        self._loop.call_soon_threadsafe(self._task.cancel)
+
+    def close(self):
+        """See it end."""
+        with contextlib.suppress(RuntimeError):  # it has ended
+            self.tell()
+        self._thread.join(20)
+        assert not self._thread.is_alive()
 
 
 def with_a_load_that_hangs(path, monkeypatch):
@@ -80,16 +91,15 @@ def with_a_load_that_hangs(path, monkeypatch):
 
 
 def test_slots_are_free_only_once_a_call_that_hangs_as_the_server_ends_has_returned(
-    tmp_path, monkeypatch
+    tmp_path, monkeypatch, closing
 ):
-    _, thread, end = started_in_a_thread(str(tmp_path / "s"))
+    server = closing(InAThread(str(tmp_path / "s")))
     attached, may_read = with_a_load_that_hangs(str(tmp_path / "s"), monkeypatch)
-    end()
+    server.tell()
     assert not attached.wait(1.0), "a call may yet write into the slot"
     may_read.set()
     assert attached.wait(20)
-    thread.join(20)
-    assert not thread.is_alive()
+    server.close()
     attached.sock.close()
 
 
@@ -97,16 +107,12 @@ def test_slots_are_free_only_once_a_call_that_hangs_as_the_server_ends_has_retur
 def stored_farther(tmp_path, attach, until, slots):
     """Yield an engine whose chunks a farther disk has; its server has a nearer one by now."""
     path, near, far = str(tmp_path / "s"), tmp_path / "near", tmp_path / "far"
-    _, thread, end = started_in_a_thread(path, far)
-    engine = attach(path, slots=slots)
-    engine.store("a")
-    end()
-    thread.join(20)
-    _, thread, end = started_in_a_thread(path, near, far)
-    until(lambda: engine.died and engine.client.tiers["serve"].is_open)
-    yield engine
-    end()
-    thread.join(20)
+    with contextlib.closing(InAThread(path, far)):
+        engine = attach(path, slots=slots)
+        engine.store("a")
+    with contextlib.closing(InAThread(path, near, far)):
+        until(lambda: engine.died and engine.client.tiers["serve"].is_open)
+        yield engine
 
 
 @pytest.mark.parametrize(
@@ -137,11 +143,9 @@ def test_a_disk_that_hangs_stores_no_byte_of_what_an_engine_put_into_the_slots_l
                 engine.store(name)
             go_on.set()
         engine.check()
-    _, thread, end = started_in_a_thread(path, near)
-    engine.wait_at_most(30.0)
-    assert until(lambda: engine.load("a")), "all chunks of it are right"
-    end()
-    thread.join(20)
+    with contextlib.closing(InAThread(path, near)):
+        engine.wait_at_most(30.0)
+        assert until(lambda: engine.load("a")), "all chunks of it are right"
 
 
 def test_a_load_in_turns_waits_for_the_slots_that_a_slow_nearer_disk_reads(
@@ -194,27 +198,27 @@ def test_the_last_turn_of_a_load_does_not_wait_for_a_nearer_disk_that_hangs(
         engine.check()
 
 
-def test_an_engine_that_is_stopped_with_loans_does_not_delay_the_end(tmp_path, monkeypatch):
+def test_an_engine_that_is_stopped_with_loans_does_not_delay_the_end(
+    tmp_path, monkeypatch, closing
+):
     """It keeps its mapping, and the marks of its loans stay for the next server."""
     monkeypatch.setattr(service, "CLOSE_S", 60.0)
     monkeypatch.setattr(service, "keeps_memory", lambda: True)
     monkeypatch.setattr(service, "keep_memory", lambda fd: None)
-    host, thread, end = started_in_a_thread(str(tmp_path / "s"))
+    server = closing(InAThread(str(tmp_path / "s")))
     engine = Borrower(str(tmp_path / "s")).greet()  # which reads the end, and never says so
     engine.send(OPEN, Borrow(), Store(1, "serve", SLOTS, [0, 1, 2, 3], SLOT))
     assert engine.hear(Answered).ok == b"\1\1\1\1"
     engine.borrow(2)
-    end()
-    thread.join(20)
-    assert not thread.is_alive()
-    assert [record.is_lent for record in host.memory.file.records()] == [True] * 4
+    server.close()
+    assert [record.is_lent for record in server.host.memory.file.records()] == [True] * 4
     engine.close()
 
 
 def test_an_engine_that_has_left_is_counted_while_a_call_uses_its_memory(
-    tmp_path, monkeypatch, until
+    tmp_path, monkeypatch, closing, until
 ):
-    host, thread, end = started_in_a_thread(str(tmp_path / "s"))
+    host = closing(InAThread(str(tmp_path / "s"))).host
     attached, may_read = with_a_load_that_hangs(str(tmp_path / "s"), monkeypatch)
 
     def engines():
@@ -227,14 +231,12 @@ def test_an_engine_that_has_left_is_counted_while_a_call_uses_its_memory(
     may_read.set()
     until(lambda: engines() == (0, 0))
     assert attached.wait(20)
-    end()
-    thread.join(20)
 
 
 def test_engines_whose_process_the_kernel_does_not_tell_have_names_of_their_own(
-    tmp_path, monkeypatch, until
+    tmp_path, monkeypatch, closing, until
 ):
-    host, thread, end = started_in_a_thread(str(tmp_path / "s"))
+    host = closing(InAThread(str(tmp_path / "s"))).host
     made = []
 
     def attach(name):
@@ -250,11 +252,11 @@ def test_engines_whose_process_the_kernel_does_not_tell_have_names_of_their_own(
     assert names == [str(os.getpid()), "pod-a-1", "pod-b-1", "pod-b-1-1"]
     for attached in made:
         attached.close()
-    end()
-    thread.join(20)
 
 
-def test_a_store_that_has_no_threads_is_opened_once_there_are_some(tmp_path, monkeypatch, until):
+def test_a_store_that_has_no_threads_is_opened_once_there_are_some(
+    tmp_path, monkeypatch, closing, until
+):
     monkeypatch.setattr(client, "MEET_S", 0.1)
     tries = []
 
@@ -266,12 +268,10 @@ def test_a_store_that_has_no_threads_is_opened_once_there_are_some(tmp_path, mon
 
     monkeypatch.setattr(shared_stores, "HostStore", scarce)
     path, slab_fd = str(tmp_path / "s"), create_shared_memory(2 * SLOT)
-    _, thread, end = started_in_a_thread(path)
+    closing(InAThread(path))
     engine = IOClient(lambda: AttachedServer(path, slab_fd), OPEN, 9.0, 9.0, needs_server=False)
     until(lambda: engine.tiers["serve"].is_complete and not engine._is_opening)
     engine.close()
-    end()
-    thread.join(20)
 
 
 @pytest.mark.parametrize("left", range(4))
@@ -295,8 +295,8 @@ def test_a_try_to_attach_that_lacks_descriptors_leaves_none_behind(tmp_path, lef
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-def test_memory_that_finds_no_descriptor_for_its_end_is_not_kept(tmp_path, monkeypatch):
-    _, thread, end = started_in_a_thread(str(tmp_path / "s"))
+def test_memory_that_finds_no_descriptor_for_its_end_is_not_kept(tmp_path, monkeypatch, closing):
+    closing(InAThread(str(tmp_path / "s")))
     attached = AttachedServer(str(tmp_path / "s"), create_shared_memory(2 * SLOT))
     attached.sock.settimeout(20)
     attached.sock.sendall(frame(OPEN) + frame(Borrow()))
@@ -312,8 +312,6 @@ def test_memory_that_finds_no_descriptor_for_its_end_is_not_kept(tmp_path, monke
     assert attached.lent_memory() is None
     assert os.listdir("/proc/self/fd") == before
     attached.close()
-    end()
-    thread.join(20)
 
 
 def connected(path):
@@ -324,10 +322,10 @@ def connected(path):
 
 
 @contextlib.contextmanager
-def held(made):
+def held(server):
     """Hold the loop of a server, so that it sees at once what is done meanwhile."""
     is_held, may_run = threading.Event(), threading.Event()
-    made._loop.call_soon_threadsafe(lambda: (is_held.set(), may_run.wait(60)))
+    server._loop.call_soon_threadsafe(lambda: (is_held.set(), may_run.wait(60)))
     assert is_held.wait(20)
     try:
         yield
@@ -335,21 +333,14 @@ def held(made):
         may_run.set()
 
 
-def see_it_end(thread, tell):
-    """Tell a server in a thread to end, and wait until it has."""
-    tell()
-    thread.join(20)
-    assert not thread.is_alive()
-
-
-def test_connections_that_say_nothing_take_no_place_of_an_engine(tmp_path, monkeypatch):
+def test_connections_that_say_nothing_take_no_place_of_an_engine(tmp_path, monkeypatch, closing):
     monkeypatch.setattr(service, "GREETING_S", 600)
     path, most = str(tmp_path / "s"), service.MOST_SILENT
-    made, thread, tell = started_in_a_thread(path)
+    server = closing(InAThread(path))
     silent = [connected(path) for _ in range(service.MOST_SESSIONS + 2 * most)]
     for sock in silent[:-most]:
         assert sock.recv(1) == b"", "the oldest ones are ended"
-    with held(made):  # or it says nothing yet as it is accepted
+    with held(server):  # or it says nothing yet as it is accepted
         engine = Talk(path).greet()
     assert serves(engine)
     for sock in silent[-most:]:
@@ -360,48 +351,48 @@ def test_connections_that_say_nothing_take_no_place_of_an_engine(tmp_path, monke
     silent[-most].settimeout(20)
     assert silent[-most].recv(1) == b""  # one more that has said nothing yet
     assert serves(late.greet())
-    see_it_end(thread, tell)
     for sock in silent:
         sock.close()
 
 
 def test_connections_that_end_and_have_said_nothing_are_one_line(tmp_path, caplog):
     path = str(tmp_path / "s")
-    _, thread, tell = started_in_a_thread(path)
-    for _ in range(8):
-        connected(path).close()
-    assert serves(Talk(path).greet())
-    see_it_end(thread, tell)
+    with contextlib.closing(InAThread(path)):
+        for _ in range(8):
+            connected(path).close()
+        assert serves(Talk(path).greet())
     assert "an engine is refused" not in caplog.text
     assert 1 <= caplog.text.count("it has ended, and had said nothing") < 8
 
 
-def test_a_flood_of_silent_connections_before_an_engine_is_none_of_engines(tmp_path, monkeypatch):
+def test_a_flood_of_silent_connections_before_an_engine_is_none_of_engines(
+    tmp_path, monkeypatch, closing
+):
     """The server was busy, and accepts all of them in one go."""
     monkeypatch.setattr(service, "MOST_SESSIONS", 8)
     monkeypatch.setattr(service, "MOST_SILENT", 4)
     path = str(tmp_path / "s")
-    made, thread, tell = started_in_a_thread(path)
-    with held(made):
+    server = closing(InAThread(path))
+    with held(server):
         silent = [connected(path) for _ in range(50)]
         engine = Talk(path).greet()
     assert serves(engine)
-    see_it_end(thread, tell)
     for sock in silent:
         sock.close()
 
 
-def test_an_engine_that_has_greeted_keeps_its_place_though_many_say_nothing(tmp_path, monkeypatch):
+def test_an_engine_that_has_greeted_keeps_its_place_though_many_say_nothing(
+    tmp_path, monkeypatch, closing
+):
     monkeypatch.setattr(service, "MOST_SILENT", 2)
     path, silent, engines = str(tmp_path / "s"), [], []
-    made, thread, tell = started_in_a_thread(path)
-    with held(made):
+    server = closing(InAThread(path))
+    with held(server):
         for _ in range(4):
             engines.append(Talk(path))
             silent += [connected(path) for _ in range(5)]
         for engine in engines:
             engine.greet()
     assert all(serves(engine) for engine in engines)
-    see_it_end(thread, tell)
     for sock in silent:
         sock.close()
