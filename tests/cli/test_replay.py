@@ -9,7 +9,7 @@ import sys
 
 import disk_commands
 import pytest
-from disk_commands import PYTHON
+from disk_commands import PYTHON, answered
 
 from kvoffload.offload.base import make_offload_key
 from kvoffload.recording import RequestLog
@@ -20,6 +20,13 @@ LLAMA_8B = {
     "num_key_value_heads": 8,
     "hidden_size": 4096,
 }
+
+
+@pytest.fixture
+def model(tmp_path):
+    """The words that name a model."""
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_8B))
+    return "--model", str(tmp_path)
 
 
 def kvoffload(*words, columns="120"):
@@ -42,8 +49,7 @@ def test_a_replay_prints_policies_beside_both_bounds(trace):
 
 
 def test_the_json_of_a_replay_is_one_object(trace):
-    done = kvoffload("replay", str(trace), "--policies", "lru", "--sizes", "1k", "--json")
-    report = json.loads(done.stdout)
+    report = answered("replay", str(trace), "--policies", "lru", "--sizes", "1k")
     assert report["trace"]["requests"] == 20
     assert report["trace"]["distinct_blocks"] == 21
     rows = {row["policy"]: row for row in report["rows"]}
@@ -61,10 +67,7 @@ def test_stores_of_any_size_are_replayed(trace):
 
 
 def test_several_tiers_share_the_hits(trace):
-    done = kvoffload(
-        "replay", str(trace), "--policies", "lru", "--tiers", "cpu=4,disk=1k", "--json"
-    )
-    row = json.loads(done.stdout)["rows"][0]
+    row = answered("replay", str(trace), "--policies", "lru", "--tiers", "cpu=4,disk=1k")["rows"][0]
     assert row["tiers"].keys() == {"cpu", "disk"}
     assert sum(row["tiers"].values()) == pytest.approx(row["prefix_hit_rate"], abs=1e-5)
     table = kvoffload("replay", str(trace), "--policies", "lru", "--tiers", "cpu=4,disk=1k")
@@ -74,8 +77,8 @@ def test_several_tiers_share_the_hits(trace):
 
 def test_tiers_stand_beside_the_bound_of_one_store_as_large_as_all(trace):
     words = ("replay", str(trace), "--policies", "lru,lru")
-    tiers = json.loads(kvoffload(*words, "--tiers", "cpu=2,disk=3", "--json").stdout)["rows"]
-    whole = json.loads(kvoffload(*words, "--sizes", "5,5", "--json").stdout)["rows"]
+    tiers = answered(*words, "--tiers", "cpu=2,disk=3")["rows"]
+    whole = answered(*words, "--sizes", "5,5")["rows"]
     assert [row["policy"] for row in tiers] == ["lru", "belady", "infinite"]
     assert [row["policy"] for row in whole] == ["lru", "belady", "infinite"]  # each size once
     bound, of_one_store = tiers[1] | {"seconds": 0}, whole[1] | {"seconds": 0}
@@ -131,37 +134,6 @@ def test_a_synthetic_load_is_drawn_as_a_png(tmp_path, monkeypatch):
     assert "a sample of 0.5" in titles[0]
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (("--policies", "lfu"), "policies = 'lfu'"),
-        (("--sizes", "0"), "sizes = '0'"),
-        (("--sizes", "ten"), "sizes = 'ten'"),
-        (("--tiers", "cpu"), "tiers.cpu"),
-        (("--tiers", "cpu=1", "--sizes", "1"), "tiers = 'cpu=1'"),
-        (("--plot", "a.gif"), ".png"),
-        (("--sample", "2"), "sample = 2.0"),
-        (("--synthetic", "agent"), "--synthetic"),
-        (("--policies", ","), "at least one"),
-    ],
-)
-def test_wrong_usage_ends_with_code_2_and_the_field(trace, words, message):
-    done = kvoffload("replay", str(trace), *words)
-    assert done.returncode == 2
-    assert message in done.stderr
-    assert "Traceback" not in done.stderr
-
-
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [("gossip", "synthetic = 'gossip'"), ("agent:sed=1", "seed"), ("agent:seed=x", "whole number")],
-)
-def test_a_wrong_synthetic_load_is_named(name, message):
-    done = kvoffload("replay", "--synthetic", name)
-    assert done.returncode == 2
-    assert message in done.stderr
-
-
 def test_a_broken_trace_names_file_line_and_field(trace):
     with trace.open("a") as file:
         file.write('{"hash_ids": [1, "x", -3]}\n')
@@ -199,16 +171,13 @@ def test_the_bound_is_said_to_be_one(trace):
 
 
 def test_a_trace_may_be_compressed_or_come_from_standard_input(trace, monkeypatch):
-    words = ("--policies", "lru", "--sizes", "1k", "--json")
-    plain = json.loads(kvoffload("replay", str(trace), *words).stdout)["trace"]
+    words = ("--policies", "lru", "--sizes", "1k")
+    plain = answered("replay", str(trace), *words)["trace"]
     packed = trace.with_name("trace.jsonl.gz")
     packed.write_bytes(gzip.compress(trace.read_bytes()))
-    assert json.loads(kvoffload("replay", str(packed), *words).stdout)["trace"] == {
-        **plain, "name": packed.name,
-    }  # fmt: skip
+    assert answered("replay", str(packed), *words)["trace"] == {**plain, "name": packed.name}
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(trace.read_bytes())))
-    done = kvoffload("replay", "-", *words)
-    assert json.loads(done.stdout)["trace"] == {**plain, "name": "standard input"}
+    assert answered("replay", "-", *words)["trace"] == {**plain, "name": "standard input"}
 
 
 @pytest.mark.parametrize("keep", [40, 12, 3])
@@ -227,12 +196,9 @@ def test_a_trace_that_is_not_there_is_named_once(tmp_path):
     assert (done.returncode, done.stderr.count(str(tmp_path / "gone"))) == (2, 1)
 
 
-def test_size_says_how_much_memory_for_what_hit_rate(trace, tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps(LLAMA_8B))
-    words = ("size", str(trace), "--model", str(tmp_path), "--block-tokens", "16")
-    done = kvoffload(*words, "--targets", "50,100", "--json")
-    assert done.returncode == 0, done.stderr
-    report = json.loads(done.stdout)
+def test_size_says_how_much_memory_for_what_hit_rate(trace, model):
+    words = ("size", str(trace), *model, "--block-tokens", "16")
+    report = answered(*words, "--targets", "50,100")
     assert report["model"] == {"bytes_per_token": 131072, "block_bytes": 2 * 1024 * 1024}
     half, all_of_it = report["rows"]
     assert 0 < half["blocks"] < all_of_it["blocks"] <= 21
@@ -243,11 +209,10 @@ def test_size_says_how_much_memory_for_what_hit_rate(trace, tmp_path):
     )
 
 
-def test_size_says_what_each_rank_takes(trace, tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps(LLAMA_8B))
-    words = ("size", str(trace), "--model", str(tmp_path), "--block-tokens", "16")
+def test_size_says_what_each_rank_takes(trace, model):
+    words = ("size", str(trace), *model, "--block-tokens", "16")
     words = (*words, "--tensor-parallel", "4", "--targets", "100")
-    (row,) = json.loads(kvoffload(*words, "--json").stdout)["rows"]
+    (row,) = answered(*words)["rows"]
     assert row["bytes"] == 21 * 2 * 1024 * 1024 == 4 * row["bytes_per_rank"]
     table = kvoffload(*words)
     assert "on all 4 ranks together" in table.stdout
@@ -262,98 +227,56 @@ def recorded(path, *tokens_per_chunk):
     return path
 
 
-def test_a_recorded_trace_is_sized_with_its_own_chunks(tmp_path):
+def test_a_recorded_trace_is_sized_with_its_own_chunks(tmp_path, model):
     path = recorded(tmp_path / "requests.jsonl", 32, 32)
-    (tmp_path / "config.json").write_text(json.dumps(LLAMA_8B))
-    words = ("size", str(path), "--model", str(tmp_path), "--targets", "100")
-    done = kvoffload(*words, "--json")
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["rows"][0]["bytes"] == 6 * 32 * 128 * 1024
-    same = kvoffload(*words, "--json", "--block-tokens", "32")
-    assert same.stdout == done.stdout
+    words = ("size", str(path), *model, "--targets", "100")
+    told = answered(*words)
+    assert told["rows"][0]["bytes"] == 6 * 32 * 128 * 1024
+    assert answered(*words, "--block-tokens", "32") == told
     other = kvoffload(*words, "--block-tokens", "512")
     assert other.returncode == 2
     assert "block_tokens = 512: the trace says 32" in other.stderr
 
 
-def test_a_trace_that_does_not_say_its_tokens_is_not_sized_by_guessing(trace, tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps(LLAMA_8B))
-    done = kvoffload("size", str(trace), "--model", str(tmp_path))
-    assert done.returncode == 2
-    assert "block_tokens = None: the trace does not say" in done.stderr
-    assert "--block-tokens 512" in done.stderr
-
-
-def test_size_says_the_bytes_of_a_token_without_a_trace(tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps(LLAMA_8B))
-    done = kvoffload("size", "--model", str(tmp_path))
+def test_size_says_the_bytes_of_a_token_without_a_trace(model):
+    done = kvoffload("size", *model)
     assert done.returncode == 0, done.stderr
     text = "128.0 KiB of KV cache a token on one rank; 8,192 tokens in a GiB"
     auto = "a chunk is 1 block of 16 tokens, 16 tokens, 2.0 MiB; decided by the aim of 2.0 MiB"
     assert done.stdout.splitlines() == [text, f'blocks_per_chunk "auto": {auto}']
-    done = kvoffload("size", "--model", str(tmp_path), "--json")
     chunk = {"auto_chunk_tokens": 16, "auto_chunk_bytes": 2 << 20}
-    assert json.loads(done.stdout) == {"bytes_per_token": 131072, "tokens_per_gib": 8192, **chunk}
+    token = {"bytes_per_token": 131072, "tokens_per_gib": 8192}
+    assert answered("size", *model) == {**token, **chunk}
 
 
-def test_size_says_which_chunks_auto_makes_of_a_ranks_blocks(tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps(LLAMA_8B))
-    words = ("size", "--model", str(tmp_path), "--tensor-parallel", "8", "--json")
-    told = json.loads(kvoffload(*words).stdout)
+def test_size_says_which_chunks_auto_makes_of_a_ranks_blocks(tmp_path, model):
+    words = ("size", *model, "--tensor-parallel", "8")
+    told = answered(*words)
     assert (told["auto_chunk_tokens"], told["auto_chunk_bytes"]) == (128, 2 << 20)
-    told = json.loads(kvoffload(*words, "--block-tokens", "256").stdout)
+    told = answered(*words, "--block-tokens", "256")
     assert (told["auto_chunk_tokens"], told["auto_chunk_bytes"]) == (256, 4 << 20)
     kinds = ["sliding_attention", "full_attention"] * 16
     (tmp_path / "config.json").write_text(json.dumps(LLAMA_8B | {"layer_types": kinds}))
-    assert "auto_chunk_tokens" not in json.loads(kvoffload(*words).stdout)
+    assert "auto_chunk_tokens" not in answered(*words)
 
 
-def test_size_says_what_sessions_of_a_length_take(tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps(LLAMA_8B))
-    words = ("size", "--model", str(tmp_path), "--context", "8192", "--sessions", "50")
+def test_size_says_what_sessions_of_a_length_take(model):
+    words = ("size", *model, "--context", "8192", "--sessions", "50")
     done = kvoffload(*words, "--tensor-parallel", "2")
     assert done.returncode == 0, done.stderr
     assert "50 sessions of 8,192 tokens: 50.0 GiB; cpu_bytes of each rank: 25.0 GiB" in done.stdout
-    told = json.loads(kvoffload(*words, "--tensor-parallel", "2", "--json").stdout)
+    told = answered(*words, "--tensor-parallel", "2")
     assert (told["bytes"], told["bytes_per_rank"]) == (50 << 30, 25 << 30)
-    assert kvoffload(*words[:-2], "--sessions", "0").returncode == 2
 
 
-def test_size_says_the_seconds_of_prefill_that_a_size_saves(trace, tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps(LLAMA_8B))
-    words = ("size", str(trace), "--model", str(tmp_path), "--block-tokens", "16")
+def test_size_says_the_seconds_of_prefill_that_a_size_saves(trace, model):
+    words = ("size", str(trace), *model, "--block-tokens", "16")
     asked = ("--targets", "100", "--prefill-tokens-per-s", "8")
-    report = json.loads(kvoffload(*words, *asked, "--json").stdout)
+    report = answered(*words, *asked)
     (row,) = report["rows"]
     accesses = report["trace"]["block_accesses"]
     assert row["prefill_saved_s"] == pytest.approx(row["prefix_hit_rate"] * accesses * 2, rel=1e-3)
     assert "prefill saved" in kvoffload(*words, *asked).stdout
-    done = kvoffload(*words, "--prefill-tokens-per-s", "0")
-    assert done.returncode == 2
-    assert "prefill_tokens_per_s = 0" in done.stderr
-
-
-def test_size_asks_for_the_model(trace):
-    done = kvoffload("size", str(trace), "--block-tokens", "16")
-    assert done.returncode == 2
-    assert "model = None: give --model" in done.stderr
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (("--targets", "101"), "targets = '101'"),
-        (("--targets", ","), "targets = ','"),
-        (("--block-tokens", "0"), "block_tokens"),
-        (("--kv-dtype", "int3"), "kv_dtype = 'int3'"),
-        (("--policy", "lfu"), "policy = 'lfu'"),
-    ],
-)
-def test_a_wrong_size_question_ends_with_code_2(trace, tmp_path, words, message):
-    (tmp_path / "config.json").write_text(json.dumps(LLAMA_8B))
-    done = kvoffload("size", str(trace), "--model", str(tmp_path), "--block-tokens", "16", *words)
-    assert done.returncode == 2
-    assert message in done.stderr
 
 
 def test_a_closed_loop_prints_what_helps_and_the_oracle():
@@ -363,37 +286,55 @@ def test_a_closed_loop_prints_what_helps_and_the_oracle():
     assert done.returncode == 0, done.stderr
     for word in ("3 sessions, 60 blocks", "4 sessions", "lru, waiting kept", "lru, both", "oracle"):
         assert word in done.stdout
-    rows = json.loads(kvoffload(*words, "--json").stdout)["rows"]
+    rows = answered(*words)["rows"]
     assert [row["helped"] for row in rows[:5]] == ["", "waiting", "told", "both", ""]
     assert rows[4]["policy"] == "oracle"
     assert rows[4]["prefix_hit_rate"] >= rows[0]["prefix_hit_rate"] > 0
 
 
+OF_TRACE = "replay {trace}"
+LOOPED = "replay --synthetic agent:requests=100 --closed-loop"
+SHORT = "replay --synthetic agent:seed=1,requests=8 --closed-loop 3 --sizes 60 --policies lru"
+SIZED = "size {trace} --model {model} --block-tokens 16"
+
+
 @pytest.mark.parametrize(
-    ("words", "named"),
+    ("words", "message"),
     [
-        (["--closed-loop", "3"], "--sizes"),
-        (["--closed-loop", "3", "--sizes", "60", "--sample", "0.5"], "--sample"),
-        (["--closed-loop", "3", "--sizes", "60"], "block_tokens"),
-        (["--closed-loop", "none", "--sizes", "60", "--block-tokens", "1"], "closed_loop"),
+        (f"{OF_TRACE} --policies lfu", "policies = 'lfu'"),
+        (f"{OF_TRACE} --policies ,", "at least one"),
+        (f"{OF_TRACE} --sizes 0", "sizes = '0'"),
+        (f"{OF_TRACE} --sizes ten", "sizes = 'ten'"),
+        (f"{OF_TRACE} --tiers cpu", "tiers.cpu"),
+        (f"{OF_TRACE} --tiers cpu=1 --sizes 1", "tiers = 'cpu=1'"),
+        (f"{OF_TRACE} --plot a.gif", ".png"),
+        (f"{OF_TRACE} --sample 2", "sample = 2.0"),
+        (f"{OF_TRACE} --synthetic agent", "--synthetic"),
+        ("replay --synthetic gossip", "synthetic = 'gossip'"),
+        ("replay --synthetic agent:sed=1", "seed"),
+        ("replay --synthetic agent:seed=x", "whole number"),
+        (f"{LOOPED} 3", "--sizes"),
+        (f"{LOOPED} 3 --sizes 60 --sample 0.5", "--sample"),
+        (f"{LOOPED} 3 --sizes 60", "block_tokens"),
+        (f"{LOOPED} none --sizes 60 --block-tokens 1", "closed_loop"),
+        (f"{OF_TRACE} --closed-loop 3 --sizes 60 --block-tokens 16", "has no times"),
+        (f"{SHORT} --block-tokens 64", "too short...--minutes"),
+        (f"{SIZED} --targets 101", "targets = '101'"),
+        (f"{SIZED} --targets ,", "targets = ','"),
+        (f"{SIZED} --block-tokens 0", "block_tokens"),
+        (f"{SIZED} --kv-dtype int3", "kv_dtype = 'int3'"),
+        (f"{SIZED} --policy lfu", "policy = 'lfu'"),
+        (f"{SIZED} --prefill-tokens-per-s 0", "prefill_tokens_per_s = 0"),
+        ("size {trace} --block-tokens 16", "model = None: give --model"),
+        (
+            "size {trace} --model {model}",
+            "block_tokens = None: the trace does not...--block-tokens 512",
+        ),
+        ("size --model {model} --context 8192 --sessions 0", "sessions"),
     ],
 )
-def test_a_closed_loop_names_what_it_needs(words, named):
-    done = kvoffload("replay", "--synthetic", "agent:requests=100", *words)
+def test_wrong_usage_ends_with_code_2_and_the_field(trace, model, words, message):
+    done = kvoffload(*words.format(trace=trace, model=model[1]).split())
     assert done.returncode == 2
-    assert named in done.stderr
-
-
-def test_a_closed_loop_needs_times(trace):
-    words = ["--closed-loop", "3", "--sizes", "60", "--block-tokens", "16"]
-    done = kvoffload("replay", str(trace), *words)
-    assert done.returncode == 2
-    assert "has no times" in done.stderr
-
-
-def test_a_closed_loop_that_counts_nothing_says_so():
-    words = ["replay", "--synthetic", "agent:seed=1,requests=8", "--closed-loop", "3"]
-    done = kvoffload(*words, "--sizes", "60", "--policies", "lru", "--block-tokens", "64")
-    assert done.returncode == 2
-    assert "too short" in done.stderr
-    assert "--minutes" in done.stderr
+    assert all(each in done.stderr for each in message.split("...")), done.stderr
+    assert "Traceback" not in done.stderr
