@@ -117,20 +117,6 @@ def test_inspect_shows_facts_as_they_are_and_no_markup(root, manifest, shown):
     assert result.stdout.count(shown) == 2
 
 
-def test_gc_alone_removes_only_what_is_of_no_use(root):
-    dead = root / ".writers" / "0123456789abcdef"
-    dead.mkdir()
-    (dead / "lock").write_text("")
-    (dead / "0").write_bytes(bytes(20_000))
-    damaged = root / ".quarantine" / "1-aa"
-    damaged.write_bytes(bytes(20_000))
-    unused = sum(path.stat().st_blocks * 512 for path in (dead / "0", damaged))
-    report = answered("gc", str(root))
-    assert (report["removed"], report["kept"], report["freed_bytes"]) == (0, 9, unused)
-    assert not dead.exists()
-    assert not list((root / ".quarantine").iterdir())
-
-
 @pytest.mark.parametrize(
     "words",
     [

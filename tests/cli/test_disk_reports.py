@@ -146,6 +146,7 @@ def test_a_dry_run_says_exactly_what_the_run_then_does(root, limits):
     for field in ("removed", "quarantined", "leftovers", "freed_bytes", "kept", "kept_bytes"):
         assert planned[field] == done[field], field
     assert (done["removed"], done["quarantined"], done["leftovers"]) == (2 if limits else 0, 1, 2)
+    assert done["kept"] == 9 - done["removed"]
     assert done["freed_bytes"] == done["removed"] * ON_DISK + 3 * 20_480
     assert {each["path"] for each in planned["going"]} >= {str(path) for path in useless}
     assert not any(os.path.exists(each["path"]) for each in planned["going"])

@@ -42,15 +42,6 @@ def test_a_chunk_is_good_only_if_it_is_good_on_every_rank(manager):
     assert manager.busy_slots == 0
 
 
-def test_an_answer_to_a_job_that_has_ended_or_never_began_changes_nothing(manager):
-    jobs = store(manager, 1)
-    assert answer(jobs, ID, (True,) * 3)
-    assert answer(jobs, ID, (False,) * 3) is None
-    assert answer(jobs, ID + 1, (False,) * 3, settled=False) is None
-    assert [manager.lookup(key) for key in KEYS] == [True] * 3
-    assert (len(jobs), manager.busy_slots) == (0, 0)
-
-
 def test_slots_of_failed_chunks_stay_out_of_use_until_all_ranks_are_settled(manager):
     jobs = store(manager, 3)
     for ok in ((True, False, False), (False, True, True)):
@@ -95,7 +86,7 @@ def test_a_settled_job_that_is_unknown_is_harmless(manager):
 
 def test_an_answer_to_an_unknown_job_is_counted_and_changes_nothing(manager, caplog):
     jobs = store(manager, 1)
-    assert answer(jobs, ID + 1, (True, True, True)) is None
+    assert answer(jobs, ID + 1, (True, True, True), settled=False) is None
     assert "77" not in caplog.text
     assert "78" in caplog.text
     assert manager.counters["unexpected_completion"] == 1
@@ -103,6 +94,7 @@ def test_an_answer_to_an_unknown_job_is_counted_and_changes_nothing(manager, cap
     assert answer(jobs, ID, (False, False, False)) is None  # the second time
     assert manager.counters["unexpected_completion"] == 2
     assert [manager.lookup(key) for key in KEYS] == [True] * 3
+    assert (len(jobs), manager.busy_slots) == (0, 0)
     check(manager)
 
 

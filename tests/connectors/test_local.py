@@ -253,33 +253,6 @@ def test_a_request_id_used_again_while_its_aborted_load_runs(connect, new_reques
     until(connector.poll)
 
 
-def test_requests_running_at_a_reset_store_nothing_of_before(connect, new_request, tmp_path, until):
-    connector = connect({"type": "disk", "root": str(tmp_path), "capacity": "1MiB"})
-    running = new_request("p", 80)
-    connector.after_forward(running, [range(5, 25)], 40)
-    connector.reset_cache()
-    connector.after_forward(running, [range(5, 25)], 80)
-    connector.flush()
-    asked = new_request("p", 81)
-    until(lambda: connector.get_num_new_matched_tokens(asked, 0) is not None)
-    assert connector.get_num_new_matched_tokens(asked, 0) == 0
-    store(connector, new_request("p", 41, request_id="later"))
-    assert connector.get_num_new_matched_tokens(new_request("p", 81, request_id="last"), 0) == 40
-
-
-def test_a_load_that_ended_before_a_reset_but_was_not_polled_brings_nothing(
-    connect, new_request, until
-):
-    connector = connect()
-    store(connector, new_request("p", 41))
-    request = new_request("p", 41)
-    tokens = connector.get_num_new_matched_tokens(request, 0)
-    connector.update_state_after_alloc(request, [range(20, 31)], tokens)
-    connector.reset_cache()
-    (outcome,) = until(connector.poll)
-    assert (outcome.num_loaded_tokens, outcome.ok) == (0, False)
-
-
 def test_a_load_that_outlives_the_wait_of_a_reset_brings_nothing(
     connect, new_request, until, monkeypatch
 ):

@@ -6,7 +6,6 @@ from functools import partial
 import pytest
 
 from kvoffload.backends.disk.backend import DiskBackend
-from kvoffload.connectors.local import LocalConnector
 from kvoffload.errors import ConfigError
 from kvoffload.replay.trace import read_trace
 from kvoffload.testing import Plan
@@ -172,13 +171,6 @@ def test_host_memory_of_exactly_one_chunk_will_do_and_less_is_refused(connect, n
     connect(max_inflight_bytes=4096)
     with pytest.raises(ConfigError, match="max_inflight_bytes"):
         connect(max_inflight_bytes=4095)
-
-
-def test_caches_of_another_number_of_groups_are_refused(new_kv_caches):
-    caches = new_kv_caches()
-    two = type(caches)(caches.tensors, caches.group_data_refs * 2)
-    with pytest.raises(ValueError, match="kv_caches = '2 groups': kv_cache_config has 1"):
-        LocalConnector({"cpu_bytes": "64KiB"}, two, block_size=BLOCK, facts={"model": "m"})
 
 
 # ---- resets --------------------------------------------------------------------------------------

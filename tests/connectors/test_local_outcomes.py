@@ -122,7 +122,7 @@ def test_a_load_that_a_reset_voids_saves_no_token(connector, request_):
     assert connector.flush()
     connector.reset_cache()
     (voided,) = connector.poll()
-    assert (voided.num_loaded_tokens, saved()) == (0, 0)
+    assert (voided.num_loaded_tokens, voided.ok, saved()) == (0, False, 0)
     connector.request_finished(request_)
     connector.after_forward(request_, [STORED], 32)
     assert connector.flush()

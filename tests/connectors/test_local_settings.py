@@ -12,6 +12,7 @@ from kvoffload.core.interface import FullAttentionSpec, KVCacheConfig, KVCacheGr
 from kvoffload.errors import ConfigError
 
 BLOCK = 4
+MEMORY = [{"type": "memory"}]
 
 
 @pytest.mark.parametrize(
@@ -19,6 +20,9 @@ BLOCK = 4
     [
         ({"cpu_bytes": 100}, "cpu_bytes"),
         ({"cpu_bytes": "900TiB"}, "cpu_bytes"),
+        ({"cpu_bytes": 0}, "cpu_bytes"),
+        ({"cpu_bytes": 0, "staging_bytes": 100, "backends": MEMORY}, "staging_bytes"),
+        ({"cpu_bytes": 0, "staging_bytes": "900TiB", "backends": MEMORY}, "staging_bytes"),
         ({"policy": "newest"}, "policy"),
         ({"blocks_per_chunk": 0}, "blocks_per_chunk"),
         ({"backends": [{"type": "tape"}]}, "backends[0].type"),

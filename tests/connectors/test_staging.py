@@ -6,8 +6,6 @@ import pytest
 import torch
 from until import wait
 
-from kvoffload.connectors.local import LocalConnector
-from kvoffload.errors import ConfigError
 from kvoffload.testing import Plan
 from tests.support.manager_check import check
 
@@ -243,20 +241,3 @@ def test_without_a_free_slot_a_request_asks_again_until_the_lookup_deadline(
     release(connector, stores[0])
     until(connector.poll)
     assert connector.get_num_new_matched_tokens(other, 0) == TOKENS
-
-
-@pytest.mark.parametrize(
-    ("settings", "field"),
-    [
-        ({"cpu_bytes": 0}, "cpu_bytes"),
-        ({"cpu_bytes": 0, "staging_bytes": 100}, "staging_bytes"),
-        ({"cpu_bytes": 0, "staging_bytes": "900TiB"}, "staging_bytes"),
-    ],
-)
-def test_settings_that_leave_nothing_to_work_with_are_refused_by_name(kv_caches, settings, field):
-    if len(settings) > 1:
-        settings = {**settings, "backends": [{"type": "memory"}]}
-    with pytest.raises(ConfigError) as caught:
-        LocalConnector(settings, kv_caches, block_size=BLOCK, facts={"model": "m"})
-    assert caught.value.field == field
-    assert caught.value.remedy
