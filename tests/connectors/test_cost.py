@@ -2,13 +2,12 @@
 
 import sys
 from collections import Counter
-from contextlib import closing
+from functools import partial
 
 import pytest
 from opcodes import count_opcodes
 
 from kvoffload.cli.bench import benchmark
-from kvoffload.connectors.local import LocalConnector
 from kvoffload.messages import make_offload_key
 from kvoffload.policies.lru import LRUPolicy
 
@@ -17,12 +16,15 @@ MANAGER = "/kvoffload/offload/"
 
 
 @pytest.fixture
-def connector(new_kv_caches):
+def connect(connect, new_kv_caches):
     caches = new_kv_caches(num_blocks=1024, page_bytes=(64,))
     settings = {"cpu_bytes": "8MiB", "blocks_per_chunk": 1, "policy": "lru"}
-    made = LocalConnector(settings, caches, block_size=BLOCK, facts={"model": "m"})
-    yield made
-    made.close()
+    return partial(connect, caches=caches, **settings)
+
+
+@pytest.fixture
+def connector(connect):
+    return connect(backends=[])
 
 
 def ends_of(connector, request, table):
@@ -56,16 +58,13 @@ def test_the_end_of_a_whole_transfer_costs_the_manager_nothing_for_each_chunk(
 
 
 @pytest.mark.parametrize("source", ["host", "disk", "both"])
-def test_a_load_calls_no_function_for_each_chunk(source, new_kv_caches, new_request, tmp_path):
+def test_a_load_calls_no_function_for_each_chunk(source, connect, new_request, tmp_path):
     disk = {"type": "disk", "root": str(tmp_path), "capacity": "1GiB", "min_free": 0}
-    settings = {"cpu_bytes": "8MiB", "blocks_per_chunk": 1, "policy": "lru", "backends": [disk]}
-    caches = new_kv_caches(num_blocks=1024, page_bytes=(64,))
-    facts = {"model": "m", "dtype": "int8", "weights": "w"}
-    with closing(LocalConnector(settings, caches, block_size=BLOCK, facts=facts)) as connector:
-        few, many = (
-            [calls_of_a_load(connector, new_request, source, count) for _ in range(3)][-1]
-            for count in (40, 240)
-        )
+    connector = connect(disk, facts={"model": "m", "dtype": "int8", "weights": "w"})
+    few, many = (
+        [calls_of_a_load(connector, new_request, source, count) for _ in range(3)][-1]
+        for count in (40, 240)
+    )
     assert many - few < 20, "calls of 200 chunks"
 
 

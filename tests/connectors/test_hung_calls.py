@@ -7,7 +7,6 @@ import pytest
 
 from kvoffload import registry
 from kvoffload.backends.memory import MemoryBackend, MemoryOptions
-from kvoffload.connectors.local import LocalConnector
 from tests.support.manager_check import check
 from tests.support.random_model.sums import tables
 
@@ -60,21 +59,12 @@ def hung(monkeypatch):
 
 
 @pytest.fixture
-def connector(hung, new_kv_caches, request):
+def connector(connect, hung, new_kv_caches, request):
     """A connector; its parameter is how long a load may take."""
-    settings = {
-        "cpu_bytes": SLOTS * 4096,
-        "blocks_per_chunk": 1,
-        "policy": "lru",
-        "backends": [{"type": "hung"}, {"type": "memory"}],
-        "load_timeout_s": getattr(request, "param", 0.2),
-        "store_timeout_s": 0.2,
-    }
+    settings = {"cpu_bytes": SLOTS * 4096, "blocks_per_chunk": 1, "policy": "lru"}
+    settings |= {"load_timeout_s": getattr(request, "param", 0.2), "store_timeout_s": 0.2}
     caches = new_kv_caches(num_blocks=64, page_bytes=(4096,))
-    connector = LocalConnector(settings, caches, block_size=BLOCK, facts={"model": "m"})
-    yield connector
-    hung.released.set()
-    connector.close()
+    return connect({"type": "hung"}, {"type": "memory"}, caches=caches, **settings)
 
 
 def store(connector, request):

@@ -15,6 +15,18 @@ BLOCK = 4
 MEMORY = [{"type": "memory"}]
 
 
+@pytest.fixture
+def start(kv_caches):
+    """Start a connector, and close it."""
+
+    def start(facts=None, block_size=BLOCK, kv_cache_config=None, **settings):
+        settings, facts = {"cpu_bytes": "64KiB", **settings}, facts or {"model": "m"}
+        how = {"block_size": block_size, "kv_cache_config": kv_cache_config}
+        LocalConnector(settings, kv_caches, facts=facts, **how).close()
+
+    return start
+
+
 @pytest.mark.parametrize(
     ("settings", "field"),
     [
@@ -33,70 +45,51 @@ MEMORY = [{"type": "memory"}]
         ({"max_inflight_bytes": "1KiB"}, "max_inflight_bytes"),
     ],
 )
-def test_bad_settings_name_the_field_and_start_nothing(kv_caches, settings, field, until):
+def test_bad_settings_name_the_field_and_start_nothing(start, settings, field, until):
     threads = set(threading.enumerate())
     with pytest.raises(ConfigError) as caught:
-        LocalConnector(
-            {"cpu_bytes": "64KiB", **settings}, kv_caches, block_size=BLOCK, facts={"model": "m"}
-        )
+        start(**settings)
     assert caught.value.field == field
     assert caught.value.remedy
     until(lambda: set(threading.enumerate()) <= threads)  # one asked the file system
 
 
-def test_a_second_tier_that_cannot_open_leaves_the_first_one_closed(kv_caches, tmp_path, until):
+def test_a_second_tier_that_cannot_open_leaves_the_first_one_closed(start, tmp_path, until):
     threads = set(threading.enumerate())
     disk = {"type": "disk", "root": str(tmp_path), "capacity": "1MiB"}
     with pytest.raises(ConfigError):
-        LocalConnector(
-            {"cpu_bytes": "64KiB", "backends": [disk, {"type": "memroy"}]},
-            kv_caches,
-            block_size=BLOCK,
-            facts={"model": "m"},
-        )
+        start(backends=[disk, {"type": "memroy"}])
     until(lambda: set(threading.enumerate()) <= threads)
 
 
 @pytest.mark.parametrize("block_size", [0, -4])
-def test_a_block_size_that_holds_nothing_is_refused(kv_caches, block_size):
+def test_a_block_size_that_holds_nothing_is_refused(start, block_size):
     with pytest.raises(ConfigError, match="block_size"):
-        LocalConnector(
-            {"cpu_bytes": "64KiB"}, kv_caches, block_size=block_size, facts={"model": "m"}
-        )
+        start(block_size=block_size)
 
 
 @pytest.mark.parametrize("block_size", [12, 32])
-def test_hashes_that_end_where_no_block_does_are_refused(kv_caches, block_size):
+def test_hashes_that_end_where_no_block_does_are_refused(start, block_size):
     """With 12 tokens of a hash, the key of 16 tokens would be one of 12 of them alone."""
     spec = FullAttentionSpec(block_size=16, num_kv_heads=1, head_size=4, dtype=torch.int8)
     groups = KVCacheConfig(64, [], [KVCacheGroupSpec(["layer"], spec)])
     with pytest.raises(ConfigError, match=rf"block_size = {block_size}: must divide the 16 tokens"):
-        LocalConnector(
-            {"cpu_bytes": "64KiB"},
-            kv_caches,
-            block_size=block_size,
-            facts={"model": "m"},
-            kv_cache_config=groups,
-        )
+        start(block_size=block_size, kv_cache_config=groups)
 
 
-def test_a_fact_of_the_engine_that_the_connectors_own_would_hide_is_refused(kv_caches):
+def test_a_fact_of_the_engine_that_the_connectors_own_would_hide_is_refused(start):
     """Engines that differ in it would share a namespace."""
-    config = {"cpu_bytes": "64KiB"}
-    facts = {"model": "m", "block_size": BLOCK}
-    LocalConnector(config, kv_caches, block_size=BLOCK, facts=facts).close()
-    facts = {"model": "m", "chunk_layout": "heads first"}
+    start({"model": "m", "block_size": BLOCK})
     with pytest.raises(ConfigError, match=r"facts\.chunk_layout.*another name"):
-        LocalConnector(config, kv_caches, block_size=BLOCK, facts=facts)
+        start({"model": "m", "chunk_layout": "heads first"})
     with pytest.raises(ConfigError, match="must tell models apart"):
-        LocalConnector(config, kv_caches, block_size=BLOCK, facts={"label.model": "m"})
+        start({"label.model": "m"})
 
 
-def test_an_engine_that_names_too_little_is_told_which_facts_are_missing(kv_caches, caplog):
+def test_an_engine_that_names_too_little_is_told_which_facts_are_missing(start, caplog):
     def started(*tiers, **facts):
         caplog.clear()
-        settings = {"cpu_bytes": "64KiB", "backends": list(tiers), "io": "thread"}
-        LocalConnector(settings, kv_caches, block_size=BLOCK, facts={"model": "m", **facts}).close()
+        start({"model": "m", **facts}, backends=list(tiers), io="thread")
         return caplog.text
 
     memory = {"type": "memory", "capacity": "1MiB"}
@@ -107,23 +100,17 @@ def test_an_engine_that_names_too_little_is_told_which_facts_are_missing(kv_cach
 
 
 @pytest.mark.parametrize("untold", [None, ""])
-def test_weights_that_nothing_tells_are_no_fact(kv_caches, tmp_path, untold):
+def test_weights_that_nothing_tells_are_no_fact(start, tmp_path, untold):
     """Two models of one form would load each other's chunks: a folder without known files."""
     (tmp_path / "model.ckpt").write_bytes(b"weights")
     facts = {"dtype": "float32", "weights": folder_digest(tmp_path) if untold is None else untold}
     tier = {"type": "memory", "capacity": "1MiB"}
     for tiers in ({"backends": [tier], "io": "thread"}, {"serve": str(tmp_path / "server")}):
-        settings = {"cpu_bytes": "64KiB", **tiers}
         with pytest.raises(ConfigError, match=r"facts\.weights.*name them"):
-            LocalConnector(settings, kv_caches, block_size=BLOCK, facts=facts).close()
+            start(facts, **tiers)
 
 
 @pytest.mark.parametrize("value", [1.5, ["a"], {"x": 1}, np.int64(3)])
-def test_a_fact_that_has_no_one_spelling_is_refused_at_the_start(kv_caches, value):
+def test_a_fact_that_has_no_one_spelling_is_refused_at_the_start(start, value):
     with pytest.raises(ConfigError, match=r"facts\.scale.*must be a text"):
-        LocalConnector(
-            {"cpu_bytes": "64KiB"},
-            kv_caches,
-            block_size=BLOCK,
-            facts={"model": "m", "scale": value},
-        )
+        start({"model": "m", "scale": value})

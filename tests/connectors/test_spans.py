@@ -5,25 +5,14 @@ import socket
 import subprocess
 import sys
 import threading
-from contextlib import closing
 
 import pytest
 
-from kvoffload.connectors.local import LocalConnector
 from kvoffload.connectors.spans import REQUEST, Spans, open_spans
 from kvoffload.errors import ConfigError
 from tests.support.span_receiver import span_receiver
 
 NEEDED = "needs the extra 'otel': pip install '/path/to/kvoffload[otel]'"
-SETTINGS = {
-    "cpu_bytes": "20KiB",
-    "blocks_per_chunk": 2,
-    "backends": [{"type": "memory", "capacity": "1MiB"}],
-}
-
-
-def attach(kv_caches, **settings):
-    return LocalConnector({**SETTINGS, **settings}, kv_caches, block_size=4, facts={"model": "m"})
 
 
 def serve(connector, request, until):
@@ -61,12 +50,11 @@ def exported(exporter):
     return exporter.get_finished_spans
 
 
-def test_each_lookup_load_and_store_is_a_span_of_its_request(
-    kv_caches, new_request, until, exported
-):
-    with closing(attach(kv_caches, otel_spans=True)) as connector:
-        assert serve(connector, new_request("a", 41, request_id="first"), until) == 0
-        assert serve(connector, new_request("a", 41, request_id="second"), until) == 40
+def test_each_lookup_load_and_store_is_a_span_of_its_request(connect, new_request, until, exported):
+    connector = connect(otel_spans=True)
+    assert serve(connector, new_request("a", 41, request_id="first"), until) == 0
+    assert serve(connector, new_request("a", 41, request_id="second"), until) == 40
+    connector.close()
     spans = [(span.attributes[REQUEST], span.name, dict(span.attributes)) for span in exported()]
     assert [(request, name) for request, name, _ in spans] == [
         ("first", "kvoffload.lookup"),
@@ -134,12 +122,12 @@ def test_without_a_provider_spans_go_to_the_receiver_that_the_environment_names(
     assert b"the request" in body
 
 
-def test_without_the_extra_the_setting_names_it(kv_caches, monkeypatch):
+def test_without_the_extra_the_setting_names_it(connect, monkeypatch):
     for name in [name for name in sys.modules if name.startswith("opentelemetry")]:
         monkeypatch.setitem(sys.modules, name, None)
     monkeypatch.setitem(sys.modules, "opentelemetry", None)
     with pytest.raises(ConfigError, match=r"kvoffload\[otel\]"):
-        attach(kv_caches, otel_spans=True)
+        connect(otel_spans=True)
 
 
 def test_off_is_the_default_and_imports_nothing(python):
@@ -154,7 +142,7 @@ def test_off_is_the_default_and_imports_nothing(python):
 
 
 @pytest.mark.parametrize("problem", ["tier", "port"])
-def test_a_connector_that_cannot_start_leaves_no_exporter(kv_caches, monkeypatch, until, problem):
+def test_a_connector_that_cannot_start_leaves_no_exporter(connect, monkeypatch, until, problem):
     trace = pytest.importorskip("opentelemetry.trace", reason=NEEDED)
     pytest.importorskip("opentelemetry.exporter.otlp.proto.http", reason=NEEDED)
     pytest.importorskip("prometheus_client", reason="needs the extra 'metrics'")
@@ -167,5 +155,5 @@ def test_a_connector_that_cannot_start_leaves_no_exporter(kv_caches, monkeypatch
             "port": {"metrics_port": taken.getsockname()[1]},
         }
         with pytest.raises(ConfigError):
-            attach(kv_caches, otel_spans=True, **wrong[problem])
+            connect(otel_spans=True, **wrong[problem])
     until(lambda: set(threading.enumerate()) <= threads)
