@@ -7,8 +7,11 @@ import pytest
 
 import kvoffload
 from kvoffload import registry
+from kvoffload.config import parse_config
 from kvoffload.connectors.local import LocalConnector
+from kvoffload.connectors.sglang.page_store import PageStore
 from kvoffload.testing import FaultyBackend
+from tests.support.host_pages import PAGE
 from tests.support.manager_check import check
 
 BOTH = (
@@ -58,6 +61,18 @@ def connect(kv_caches):
     for connector in made:
         connector.close()
         check(connector)
+
+
+@pytest.fixture
+def opened(closing):
+    """Open stores of pages over tiers; they are closed after the test."""
+
+    def begin(*backends, slots=8, facts=None, tokens=0, asks=False, **settings):
+        config = {"cpu_bytes": 0, "staging_bytes": slots * 4096, "backends": backends, **settings}
+        facts = facts or {"model": "m"}
+        return closing(PageStore(parse_config(config), PAGE, facts, lambda key: tokens, asks=asks))
+
+    return begin
 
 
 @pytest.fixture

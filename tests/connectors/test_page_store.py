@@ -7,9 +7,7 @@ import pytest
 from disk_parts import let_calls_hang_after
 from msgspec.structs import replace
 
-from kvoffload import registry
 from kvoffload.backends.disk.vfs import Vfs
-from kvoffload.config import parse_config
 from kvoffload.connectors.sglang import page_store
 from kvoffload.connectors.sglang.page_store import PageStore
 from kvoffload.errors import ConfigError
@@ -19,7 +17,7 @@ from kvoffload.metrics.samples import BUCKETS_S
 from kvoffload.testing import Plan
 from tests.support.disk_chunks import stored_in
 from tests.support.host_pages import PAGE, Pool, disk
-from tests.support.planned_store import Process, installed
+from tests.support.planned_store import Process
 
 
 @pytest.fixture
@@ -28,20 +26,15 @@ def pool():
 
 
 @pytest.fixture
-def planned(tmp_path, monkeypatch):
-    yield installed(tmp_path, monkeypatch)
-    monkeypatch.undo()
-    registry._named.cache_clear()
+def stored(pool, until):
+    """Store the first pages, and wait until they are listed."""
 
+    def store(store, count):
+        assert store.save(keys(count), pool.pages(range(count))) == [True] * count
+        until(lambda: store.num_leading(keys(count)) == count)
+        return store
 
-@pytest.fixture
-def opened(closing):
-    def begin(*backends, slots=8, facts=None, tokens=0, asks=False, **settings):
-        config = {"cpu_bytes": 0, "staging_bytes": slots * 4096, "backends": backends, **settings}
-        facts = facts or {"model": "m"}
-        return closing(PageStore(parse_config(config), PAGE, facts, lambda key: tokens, asks=asks))
-
-    return begin
+    return store
 
 
 def be_patient(store):
@@ -72,7 +65,7 @@ def test_a_store_job_takes_a_bounded_number_of_bytes(pool, opened, tmp_path, mon
         assert store.load(keys(10), pool.pages(range(10))) == [True] * 10
 
 
-def test_a_job_of_small_pages_has_as_many_as_its_bytes_allow(pool, opened, tmp_path, until):
+def test_a_job_of_small_pages_has_as_many_as_its_bytes_allow(pool, opened, stored, tmp_path):
     def jobs_of(slots):
         root = tmp_path / f"{slots}"
         store = opened(disk(root), io="thread", slots=slots)
@@ -83,8 +76,7 @@ def test_a_job_of_small_pages_has_as_many_as_its_bytes_allow(pool, opened, tmp_p
             return begin(order, job)
 
         store._client.begin = begun
-        assert all(store.save(keys(40), pool.pages(range(40))))
-        until(lambda: store.num_leading(keys(40)) == 40)
+        stored(store, 40)
         assert all(store.load(keys(40), pool.pages(range(40))))
         return jobs
 
@@ -137,10 +129,8 @@ def test_a_scrape_has_the_metrics_of_every_engine(pool, opened, tmp_path, until)
     assert len([name for name in found if name[0] == "namespace_info"]) == 1
 
 
-def test_a_scrape_tells_faults_by_their_reasons(pool, opened, tmp_path, until):
-    store = opened(disk(tmp_path))
-    store.save(keys(4), pool.pages(range(4)))
-    until(lambda: store.num_leading(keys(4)) == 4)
+def test_a_scrape_tells_faults_by_their_reasons(pool, opened, stored, tmp_path):
+    store = stored(opened(disk(tmp_path)), 4)
     for chunk in stored_in(tmp_path):
         chunk.wipe()
     assert store.load(keys(4), pool.pages(range(30, 34))) == [False] * 4
@@ -164,10 +154,8 @@ def scraped(store):
     return found
 
 
-def test_a_page_that_all_tiers_have_is_not_written_again(pool, opened, tmp_path, until):
-    store = opened(disk(tmp_path))
-    assert store.save(keys(4), pool.pages(range(4))) == [True] * 4
-    until(lambda: store.num_leading(keys(4)) == 4)
+def test_a_page_that_all_tiers_have_is_not_written_again(pool, opened, stored, tmp_path):
+    store = stored(opened(disk(tmp_path)), 4)
     assert store.save(keys(5), pool.pages(range(5))) == [True] * 5
     assert store.figures.by_event()["already_stored"] == 4
 
@@ -205,17 +193,14 @@ def test_what_one_tier_lost_the_next_one_serves(pool, opened, tmp_path, until):
     assert both.figures.by_event()["load_missing"] == 3
 
 
-def test_a_damaged_page_is_a_miss_and_is_stored_again(pool, opened, tmp_path, until):
+def test_a_damaged_page_is_a_miss_and_is_stored_again(pool, opened, stored, tmp_path):
     pool.fill(range(4))
-    store = opened(disk(tmp_path))
-    assert all(store.save(keys(4), pool.pages(range(4))))
-    until(lambda: store.num_leading(keys(4)) == 4)
+    store = stored(opened(disk(tmp_path)), 4)
     for chunk in stored_in(tmp_path):
         chunk.flip(-1)
     assert store.load(keys(4), pool.pages(range(10, 14))) == [False] * 4
     assert store.num_leading(keys(4)) == 0
-    assert all(store.save(keys(4), pool.pages(range(4))))
-    until(lambda: store.num_leading(keys(4)) == 4)
+    stored(store, 4)
     assert store.load(keys(4), pool.pages(range(10, 14))) == [True] * 4
     assert pool.read(range(10, 14)) == pool.read(range(4))
 
@@ -248,11 +233,9 @@ def test_a_store_in_a_hurry_loses_the_end_of_a_batch(pool, opened, planned):
     assert store.figures.by_event()["store_deadline"] == 32 - sum(ok)
 
 
-def test_threads_store_and_load_at_once(pool, opened, tmp_path, until):
-    store = opened(disk(tmp_path), slots=4)
+def test_threads_store_and_load_at_once(pool, opened, stored, tmp_path):
     pool.fill(range(20))
-    assert all(store.save(keys(20), pool.pages(range(20))))
-    until(lambda: store.num_leading(keys(20)) == 20)
+    store = stored(opened(disk(tmp_path), slots=4), 20)
     wrong = []
 
     def backup():
@@ -274,14 +257,13 @@ def test_threads_store_and_load_at_once(pool, opened, tmp_path, until):
     assert pool.read(range(30, 50)) == pool.read(range(20))
 
 
-def test_a_cleared_store_serves_nothing_and_takes_pages_again(pool, opened, tmp_path, until):
+def test_a_cleared_store_serves_nothing_and_takes_pages_again(pool, opened, stored, tmp_path):
     store = opened(disk(tmp_path))
     assert all(store.save(keys(4), pool.pages(range(4))))
     store.clear()
     assert not stored_in(tmp_path)
     assert not any(store.present(keys(4), 4))
-    assert all(store.save(keys(4), pool.pages(range(4))))
-    until(lambda: store.num_leading(keys(4)) == 4)
+    stored(store, 4)
 
 
 def test_while_a_store_is_cleared_pages_are_misses_at_once(
@@ -309,11 +291,9 @@ def test_a_store_that_cannot_be_cleared_says_so(pool, opened, tmp_path, planned)
 
 
 def test_new_weights_find_nothing_of_before_and_a_restart_nothing_of_theirs(
-    pool, opened, tmp_path, until
+    pool, opened, stored, tmp_path, until
 ):
-    store = opened(disk(tmp_path))
-    assert all(store.save(keys(4), pool.pages(range(4))))
-    until(lambda: store.num_leading(keys(4)) == 4)
+    store = stored(opened(disk(tmp_path)), 4)
     for name in ("1 of this start", "2 of this start"):
         store.bar()
         assert store.num_leading(keys(4)) == 0
@@ -323,8 +303,7 @@ def test_new_weights_find_nothing_of_before_and_a_restart_nothing_of_theirs(
         store.begin_generation(name)
         assert store.load(keys(8), pool.pages(range(8))) == [False] * 8
         pool.fill(range(8), seed=name)
-        assert all(store.save(keys(8), pool.pages(range(8))))
-        until(lambda: store.num_leading(keys(8)) == 8)
+        stored(store, 8)
     until(lambda: len(stored_in(tmp_path)) == 12)  # nothing of "1" is left
     store.close()
     again = opened(disk(tmp_path))
@@ -334,13 +313,12 @@ def test_new_weights_find_nothing_of_before_and_a_restart_nothing_of_theirs(
 
 @pytest.mark.parametrize("store_first", [True, False])
 def test_pages_in_flight_when_weights_change_are_neither_stored_nor_loaded(
-    pool, opened, tmp_path, until, store_first, monkeypatch
+    pool, opened, stored, tmp_path, store_first, monkeypatch
 ):
     pool.fill(range(8))
     store = opened(disk(tmp_path))
     if store_first:
-        assert all(store.save(keys(8), pool.pages(range(8))))
-        until(lambda: store.num_leading(keys(8)) == 8)
+        stored(store, 8)
     copy = PageStore._copy
 
     def copy_and_change(*args, **more):
@@ -375,14 +353,12 @@ def test_too_little_staging_memory_is_refused(opened, tmp_path):
 
 
 def test_a_disk_that_hangs_costs_no_deadline_once_it_counts_as_dead(
-    pool, opened, tmp_path, until, monkeypatch
+    pool, opened, stored, tmp_path, until, monkeypatch
 ):
     read, may_end, begun = Vfs.preadv, threading.Event(), []
     options = disk(tmp_path, stall_s=60.0, read_threads=2, io="direct")
-    store = opened(options, slots=16, load_timeout_s=0.3, io="thread")
     pool.fill(range(20))
-    assert all(store.save(keys(20), pool.pages(range(20))))
-    until(lambda: store.num_leading(keys(20)) == 20)
+    store = stored(opened(options, slots=16, load_timeout_s=0.3, io="thread"), 20)
 
     def hang(*asked):
         if "-load_" in threading.current_thread().name:  # another one reads facts, at the start
@@ -427,13 +403,11 @@ def hang_under(monkeypatch):
 
 
 def test_a_tier_that_hangs_does_not_make_the_next_one_forget(
-    pool, opened, tmp_path, until, hang_under
+    pool, opened, stored, tmp_path, hang_under
 ):
     slow, sound = disk(tmp_path / "a", stall_s=60, io="direct"), disk(tmp_path / "b")
-    store = opened(slow, sound, slots=16, load_timeout_s=0.3, io="thread")
     pool.fill(range(4))
-    assert all(store.save(keys(4), pool.pages(range(4))))
-    until(lambda: store.num_leading(keys(4)) == 4)
+    store = stored(opened(slow, sound, slots=16, load_timeout_s=0.3, io="thread"), 4)
     hang_under(tmp_path / "a")
     assert not any(store.load(keys(4), pool.pages(range(10, 14))))
     assert store.present(keys(4), 4) == [True] * 4
@@ -457,14 +431,13 @@ def test_pages_of_a_tier_for_which_no_time_was_left_are_counted(
 
 
 def test_pages_that_no_tier_was_asked_for_are_not_forgotten(
-    pool, opened, tmp_path, until, hang_under
+    pool, opened, stored, tmp_path, hang_under
 ):
     store = opened(
         disk(tmp_path, stall_s=60, io="direct"), slots=4, load_timeout_s=1.0, io="thread"
     )
     store._client._load_timeout_s = 60.0  # or its answer comes first, if this thread runs late
-    assert all(store.save(keys(6), pool.pages(range(6))))
-    until(lambda: store.num_leading(keys(6)) == 6)
+    stored(store, 6)
     hang_under(tmp_path)
     assert not any(store.load(keys(6), pool.pages(range(10, 16))))
     assert store.present(keys(6), 6) == [False] * 4 + [True] * 2

@@ -8,6 +8,7 @@ import secrets
 import shutil
 import threading
 import time
+from functools import partial
 
 import pytest
 
@@ -16,8 +17,6 @@ from kvoffload.backends.disk import file_calls
 from kvoffload.backends.disk.cached_files import MOST_MISSES, CachedFiles
 from kvoffload.backends.disk.vfs import Vfs
 from kvoffload.backends.memory import MemoryBackend
-from kvoffload.config import parse_config
-from kvoffload.connectors.sglang.page_store import PageStore
 from kvoffload.io.open_stores import ReadInPlace
 from kvoffload.io.protocol import Load, MessageReader, Store, Used
 from kvoffload.io.remote_tier import RemoteTier
@@ -56,14 +55,8 @@ def pool():
 
 
 @pytest.fixture
-def opened(closing):
-    def begin(*backends, facts=None, tokens=0, asks=False, **settings):
-        config = {"cpu_bytes": 0, "staging_bytes": 1 << 20, "backends": backends, **settings}
-        config = {"io": "thread", **config}
-        facts = facts or {"model": "m"}
-        return closing(PageStore(parse_config(config), PAGE, facts, lambda key: tokens, asks=asks))
-
-    return begin
+def opened(opened):
+    return partial(opened, slots=256, io="thread")
 
 
 def keys(count, start=0):
