@@ -10,6 +10,7 @@ from until import until  # noqa: F401
 
 from benchmarks.harness import caches_of
 from kvoffload import memory_limits, registry
+from tests.support import redis_server
 from tests.support.kernel_files import KernelFiles
 from tests.support.planned_store import installed
 from tests.support.preloaded import Preloaded
@@ -109,6 +110,16 @@ def planned(tmp_path, monkeypatch):
     planned.set()
     monkeypatch.undo()
     registry._named.cache_clear()
+
+
+@pytest.fixture
+def own_redis(tmp_path):
+    """A redis-server of the test's own."""
+    if redis_server.BINARY is None:
+        pytest.skip(redis_server.MISSING)
+    server = redis_server.RedisServer(tmp_path / "redis")
+    yield server
+    server.stop()
 
 
 LONG_FIRST = (

@@ -11,11 +11,10 @@ import time
 import pytest
 
 from kvoffload.connectors.local import LocalConnector
-from tests.support import redis_server
 from tests.support.disk_chunks import stored_in
 from tests.support.moto import moto_server
 from tests.support.prometheus import NEEDED, scraping
-from tests.support.redis_server import RedisServer, free_port
+from tests.support.redis_server import free_port
 from tests.support.server_faults import killed
 from tests.support.small_disk import small_disk
 
@@ -23,7 +22,6 @@ pytestmark = [
     pytest.mark.timeout(300),
     pytest.mark.skipif(shutil.which("prometheus") is None, reason=NEEDED),
 ]
-needs_redis = pytest.mark.skipif(redis_server.BINARY is None, reason=redis_server.MISSING)
 SHOWN_S = 60.0
 """By when a fault must show, also on a busy machine."""
 
@@ -111,32 +109,23 @@ def redis(server, **more):
     return {"type": "redis", "url": server.url, "timeout_s": 0.5, **more}
 
 
-@needs_redis
-def test_a_killed_redis(night, tmp_path):
-    server = RedisServer(tmp_path)
-    try:
-        night = night(redis(server))
-        with killed(server):
-            assert night.fires("KVOffloadTierDown")
-            assert night.ask('ALERTS{alertname="KVOffloadBreakerOpen", alertstate="firing"}', 5)
-        assert night.shows("kvoffload_tier_up == 1")
-    finally:
-        server.stop()
-
-
-@needs_redis
-def test_a_wrong_password(night, tmp_path):
-    server, secret = RedisServer(tmp_path), tmp_path / "password"
-    try:
-        secret.write_text("wrong")
-        secret.chmod(0o600)
-        server.cli("config", "set", "requirepass", "right")
-        night = night(redis(server, password_file=str(secret)))
+def test_a_killed_redis(night, own_redis):
+    night = night(redis(own_redis))
+    with killed(own_redis):
         assert night.fires("KVOffloadTierDown")
-        secret.write_text("right")
-        assert night.shows("kvoffload_tier_up == 1")
-    finally:
-        server.stop()
+        assert night.ask('ALERTS{alertname="KVOffloadBreakerOpen", alertstate="firing"}', 5)
+    assert night.shows("kvoffload_tier_up == 1")
+
+
+def test_a_wrong_password(night, tmp_path, own_redis):
+    secret = tmp_path / "password"
+    secret.write_text("wrong")
+    secret.chmod(0o600)
+    own_redis.cli("config", "set", "requirepass", "right")
+    night = night(redis(own_redis, password_file=str(secret)))
+    assert night.fires("KVOffloadTierDown")
+    secret.write_text("right")
+    assert night.shows("kvoffload_tier_up == 1")
 
 
 def test_a_killed_io_process(night):

@@ -50,7 +50,6 @@ from kvoffload.metrics.samples import (
     samples_of,
     total,
 )
-from tests.support import redis_server
 from tests.support.prometheus import scrape
 from tests.support.redis_server import free_port
 from tests.support.server_faults import killed
@@ -374,26 +373,21 @@ def test_an_io_process_that_died_is_counted_and_its_tiers_are_down_meanwhile(ser
     assert scraped()[restarts] == 1
 
 
-@pytest.mark.skipif(redis_server.BINARY is None, reason=redis_server.MISSING)
 def test_a_killed_redis_is_down_with_an_open_breaker_and_up_when_it_is_back(
-    serving, new_request, until, tmp_path
+    serving, new_request, until, own_redis
 ):
-    server = redis_server.RedisServer(tmp_path)
     up, breakers = 'kvoffload_tier_up{tier="redis"}', 'kvoffload_breakers_open{tier="redis"}'
-    try:
-        connector, scraped = serving(backends=[{"type": "redis", "url": server.url, **FAST}])
-        until(lambda: scraped()[up] == 1)
+    connector, scraped = serving(backends=[{"type": "redis", "url": own_redis.url, **FAST}])
+    until(lambda: scraped()[up] == 1)
 
-        def is_down():
-            connector.get_num_new_matched_tokens(new_request("a", 41), 0)
-            found = scraped()
-            return (found[up], found[breakers]) == (0, 1)
+    def is_down():
+        connector.get_num_new_matched_tokens(new_request("a", 41), 0)
+        found = scraped()
+        return (found[up], found[breakers]) == (0, 1)
 
-        with killed(server):
-            until(is_down)
-        until(lambda: (scraped()[up], scraped()[breakers]) == (1, 0), 30)
-    finally:
-        server.stop()
+    with killed(own_redis):
+        until(is_down)
+    until(lambda: (scraped()[up], scraped()[breakers]) == (1, 0), 30)
 
 
 # ---- figures ----

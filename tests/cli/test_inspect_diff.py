@@ -8,26 +8,21 @@ from disk_commands import SIZE, answered, kvoffload
 
 from kvoffload import open_backend
 from kvoffload.testing.backends import filled, keys_of
-from tests.support.redis_server import BINARY, MISSING, RedisServer
 
 ONE, OTHER = "aa" * 32, "ab" * 32
 FACTS = {"label.model": "org/m", "kv_dtype": "auto", "dtype": "bf16", "old": "1"}
 OTHERS = {"label.model": "/x/m", "kv_dtype": "fp8", "dtype": "bf16", "new": "[b]\x1b"}
 
 
-@pytest.fixture(
-    params=["disk", pytest.param("redis", marks=pytest.mark.skipif(BINARY is None, reason=MISSING))]
-)
+@pytest.fixture(params=["disk", "redis"])
 def store(request, tmp_path):
     """A store with two namespaces of one model, as the commands take it."""
     if request.param == "disk":
         fill("disk", {"root": str(tmp_path / "kv"), "capacity": "64MiB"})
-        yield str(tmp_path / "kv")
-        return
-    server = RedisServer(tmp_path)
-    fill("redis", {"url": server.url})
-    yield server.url
-    server.stop()
+        return str(tmp_path / "kv")
+    url = request.getfixturevalue("own_redis").url
+    fill("redis", {"url": url})
+    return url
 
 
 def fill(type, options):

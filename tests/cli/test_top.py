@@ -21,7 +21,6 @@ from rich.console import Console
 from kvoffload.cli import top
 from kvoffload.cli.top import _lines, _shown, of_page
 from kvoffload.connectors.local import LocalConnector
-from tests.support import redis_server
 from tests.support.redis_server import free_port
 
 pytest.importorskip("prometheus_client", reason="needs the extra 'metrics'")
@@ -84,16 +83,11 @@ def test_a_folder_and_its_fill(engine, tmp_path):
     assert "\nallocated by chunks: " in text  # a line without a title
 
 
-@pytest.mark.skipif(redis_server.BINARY is None, reason=redis_server.MISSING)
-def test_a_redis_by_itself(tmp_path):
-    server = redis_server.RedisServer(tmp_path)
-    try:
-        done = kvoffload("top", server.url, "--json")
-        assert done.returncode == 0, done.stderr
-        assert json.loads(done.stdout)["tiers"]["store"]["chunks"] == 0
-        assert "used by all data, limit: " in kvoffload("top", server.url).stdout
-    finally:
-        server.stop()
+def test_a_redis_by_itself(own_redis):
+    done = kvoffload("top", own_redis.url, "--json")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["tiers"]["store"]["chunks"] == 0
+    assert "used by all data, limit: " in kvoffload("top", own_redis.url).stdout
 
 
 def test_what_cannot_be_reached_or_is_none_of_ours_is_said(tmp_path):

@@ -8,7 +8,6 @@ import pytest
 
 from kvoffload.connectors.local import LocalConnector
 from kvoffload.identity import short
-from tests.support.redis_server import BINARY, MISSING, RedisServer
 
 FACTS = {"model": "Qwen/Qwen3-8B", "kv_dtype": "fp8"}
 
@@ -79,14 +78,9 @@ def test_a_warm_start_and_a_reset_say_nothing(start, tmp_path):
     assert line.startswith("disk1: ")
 
 
-@pytest.mark.skipif(BINARY is None, reason=MISSING)
-def test_a_redis_tier_says_it_too(start, tmp_path):
-    server = RedisServer(tmp_path)
-    try:
-        tier = {"type": "redis", "url": server.url}
-        old = start(tier, stores=True, kv_dtype="auto")
-        start(tier, line_of="redis")
-        (line,) = start.said()
-        assert f"; 5 chunks of 'Qwen3-8B' are in namespace {short(old)}, which differs in " in line
-    finally:
-        server.stop()
+def test_a_redis_tier_says_it_too(start, own_redis):
+    tier = {"type": "redis", "url": own_redis.url}
+    old = start(tier, stores=True, kv_dtype="auto")
+    start(tier, line_of="redis")
+    (line,) = start.said()
+    assert f"; 5 chunks of 'Qwen3-8B' are in namespace {short(old)}, which differs in " in line

@@ -18,7 +18,6 @@ from kvoffload.messages import (
     TransferResult,
     make_offload_key,
 )
-from tests.support import redis_server
 from tests.support.disk_chunks import stored_in
 from tests.support.redis_engine import PATIENT
 
@@ -97,19 +96,14 @@ def test_a_disk_has_one_copy_and_every_rank_loads_it_at_once(ranks, tmp_path, nu
     assert all(rank.load("disk") for rank in mine)
 
 
-@pytest.mark.skipif(redis_server.BINARY is None, reason=redis_server.MISSING)
-def test_a_server_has_one_copy_and_every_rank_loads_it_at_once(ranks, tmp_path):
-    server = redis_server.RedisServer(tmp_path)
-    try:
-        mine = ranks(2, {"type": "redis", "options": {"url": server.url, **PATIENT}})
-        for rank in mine:
-            assert rank.store("redis") == [True] * NUM
-        written = [rank.spec.tiers["redis"].counters for rank in mine]
-        assert sum(each["write_ok"] for each in written) == NUM
-        assert not any(each.get("write_present") for each in written)
-        assert all(rank.load("redis") for rank in mine)
-    finally:
-        server.stop()
+def test_a_server_has_one_copy_and_every_rank_loads_it_at_once(ranks, own_redis):
+    mine = ranks(2, {"type": "redis", "options": {"url": own_redis.url, **PATIENT}})
+    for rank in mine:
+        assert rank.store("redis") == [True] * NUM
+    written = [rank.spec.tiers["redis"].counters for rank in mine]
+    assert sum(each["write_ok"] for each in written) == NUM
+    assert not any(each.get("write_present") for each in written)
+    assert all(rank.load("redis") for rank in mine)
 
 
 def test_a_store_that_only_its_process_sees_gets_every_ranks_copy(ranks):

@@ -12,7 +12,6 @@ from disk_commands import kvoffload, process
 from kvoffload.backends.redis import admin
 from kvoffload.demo import Engine, SamplingParams
 from kvoffload.io import remote_tier
-from tests.support import redis_server
 from tests.support.manager_check import check
 from tests.support.planned_store import Process
 
@@ -267,28 +266,23 @@ def test_the_table_says_where_the_first_missing_chunk_is(run, lookup, until, tmp
     assert "chunk 2 is nowhere: never_stored" in shown
 
 
-@pytest.mark.skipif(not redis_server.BINARY, reason=redis_server.MISSING)
-def test_a_server_that_hangs_keeps_no_operator_waiting(run, lookup, until, tmp_path, monkeypatch):
+def test_a_server_that_hangs_keeps_no_operator_waiting(run, lookup, until, monkeypatch, own_redis):
     monkeypatch.setattr(remote_tier, "ANSWER_S", 0.5)
     monkeypatch.setattr(admin, "PATIENCE_S", 1.0)
-    server = redis_server.RedisServer(tmp_path / "redis")
-    try:
-        tier = {"type": "redis", "url": server.url}
-        engine = run(backends=[tier], lookup_timeout_s=0.25)
-        engine.generate(PROMPT)
-        until(lambda: lookup() == {"cpu": CHUNKS, "redis": CHUNKS})
-        server.pause()
-        begun_s = time.monotonic()
-        while (
-            time.monotonic() < begun_s + 2 * remote_tier.ANSWER_S
-        ):  # until no answer of before is believed
-            assert lookup()["cpu"] == CHUNKS
-        done = kvoffload("cache", "clear", "--tier", "redis", "--yes")
-        assert done.returncode == 1, done.stdout
-        assert time.monotonic() - begun_s < 30
-        server.resume()
-        until(lambda: lookup() == {"cpu": CHUNKS, "redis": CHUNKS})
-        assert clear("--tier", "redis", "--yes") == ["redis"]
-        assert lookup() == {"cpu": CHUNKS, "redis": 0}
-    finally:
-        server.stop()
+    tier = {"type": "redis", "url": own_redis.url}
+    engine = run(backends=[tier], lookup_timeout_s=0.25)
+    engine.generate(PROMPT)
+    until(lambda: lookup() == {"cpu": CHUNKS, "redis": CHUNKS})
+    own_redis.pause()
+    begun_s = time.monotonic()
+    while (
+        time.monotonic() < begun_s + 2 * remote_tier.ANSWER_S
+    ):  # until no answer of before is believed
+        assert lookup()["cpu"] == CHUNKS
+    done = kvoffload("cache", "clear", "--tier", "redis", "--yes")
+    assert done.returncode == 1, done.stdout
+    assert time.monotonic() - begun_s < 30
+    own_redis.resume()
+    until(lambda: lookup() == {"cpu": CHUNKS, "redis": CHUNKS})
+    assert clear("--tier", "redis", "--yes") == ["redis"]
+    assert lookup() == {"cpu": CHUNKS, "redis": 0}

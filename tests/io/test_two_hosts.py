@@ -12,7 +12,6 @@ from kvoffload.config import parse_config
 from kvoffload.connectors.vllm.rank_tiers import RankTiers
 from kvoffload.testing.backends import keys_of
 from tests.support.rank_on_host import RankOnHost
-from tests.support.redis_server import BINARY, MISSING, RedisServer
 
 KEYS = keys_of(12)
 
@@ -50,15 +49,12 @@ class Ranks:
 @pytest.fixture(params=["disk", pytest.param("redis", marks=pytest.mark.chaos)])
 def start(request, tmp_path):
     """Start two hosts on one folder or server; those that live are killed after the test."""
-    made, server = [], None
+    made = []
     if request.param == "disk":
         options = {"root": str(tmp_path / "kv"), "capacity": "64MiB", "min_free": 0}
-    elif BINARY is None:
-        pytest.skip(MISSING)
     else:
-        server = RedisServer(tmp_path / "redis")
         patient = dict.fromkeys(("timeout_s", "connect_timeout_s", "lookup_timeout_s"), 5.0)
-        options = {"url": server.url, **patient}
+        options = {"url": request.getfixturevalue("own_redis").url, **patient}
 
     def start():
         made.append(Ranks(request.param, options))
@@ -66,8 +62,6 @@ def start(request, tmp_path):
 
     yield start
     made[-1].kill()
-    if server is not None:
-        server.stop()
 
 
 def test_a_restart_hits_again_what_all_hosts_had_stored(start, until):
