@@ -52,6 +52,13 @@ def settings(tiny, kinds, block_size=4, **more):
     }
 
 
+def over_disk(root, **more):
+    """Return settings of host memory over a disk."""
+    disk = {"type": "disk", "root": str(root), "capacity": "64MiB", "min_free": 0}
+    common = {"cpu_bytes": "1MiB", "io": "thread", "blocks_per_chunk": 1, "load_timeout_s": 5.0}
+    return {**common, "backends": [disk], **more}
+
+
 def smallest_cache(config):
     """Bytes that hold one request of the greatest length, and little more."""
     parsed = hybrid_engine(config)
@@ -117,20 +124,12 @@ def test_tokens_are_those_without_offloading(tiny, tmp_path, kinds, seed):
     base = settings(tiny, KINDS[kinds], block_size=[8, 4][seed], seed=seed)
     requests = conversations(seed)
     expected, _, _ = serve(base, requests)
-    offload = {
-        "cpu_bytes": "1MiB",
-        "io": "process"
-        if seed == 0 and kinds in ("latent", "full, window and state")
-        else "thread",
-        "blocks_per_chunk": [1, 2][seed],
-        "load_timeout_s": 5.0,
-        "backends": [{"type": "disk", "root": str(tmp_path), "capacity": "64MiB", "min_free": 0}],
-    }
+    form = "process" if seed == 0 and kinds in IN_A_PROCESS else "thread"
     small = {
         **base,
         "kv_cache_bytes": smallest_cache(base),
         "max_num_batched_tokens": [96, 9][seed],
-        "offload": offload,
+        "offload": over_disk(tmp_path, io=form, blocks_per_chunk=[1, 2][seed]),
     }
     got, media, _ = serve(small, requests)
     assert got == expected
@@ -184,13 +183,7 @@ def test_a_layer_of_each_kind_sees_what_it_should(tiny, kinds):
     ],
 )
 def test_the_same_weights_under_another_config_share_no_chunks(tiny, tmp_path, kind, change):
-    offload = {
-        "cpu_bytes": "256KiB",
-        "io": "thread",
-        "blocks_per_chunk": 1,
-        "backends": [{"type": "disk", "root": str(tmp_path), "capacity": "64MiB", "min_free": 0}],
-    }
-    config = settings(tiny, [kind], offload=offload)
+    config = settings(tiny, [kind], offload=over_disk(tmp_path, cpu_bytes="256KiB"))
     other = {**config, "model": {**config["model"], **change}}
     prompt = list(range(1, 70))
     serve(config, [(prompt, SamplingParams(max_tokens=1))])
@@ -205,23 +198,14 @@ def test_the_same_weights_under_another_config_share_no_chunks(tiny, tmp_path, k
 @pytest.mark.parametrize("kinds", KINDS)
 def test_a_prompt_on_disk_that_host_memory_cannot_take_whole_is_served(tiny, tmp_path, kinds):
     """A load is all or nothing here, and needs room for the chunks of all groups at once."""
-    disk = {"type": "disk", "root": str(tmp_path), "capacity": "64MiB", "min_free": 0}
-    offload = {
-        "cpu_bytes": "4MiB",
-        "io": "thread",
-        "blocks_per_chunk": 1,
-        "load_timeout_s": 5.0,
-        "backends": [disk],
-    }
-    config = settings(tiny, KINDS[kinds], offload=offload)
+    config = settings(tiny, KINDS[kinds], offload=over_disk(tmp_path, cpu_bytes="4MiB"))
     requests = [(list(range(1, 90)), SamplingParams(max_tokens=6))]
     expected, _, _ = serve(config, requests)
     loaded = set()
     for kib in (16, 32, 64, 96, 128):
         try:
-            got, media, _ = serve(
-                {**config, "offload": {**offload, "cpu_bytes": f"{kib}KiB"}}, requests
-            )
+            less = over_disk(tmp_path, cpu_bytes=f"{kib}KiB")
+            got, media, _ = serve({**config, "offload": less}, requests)
         except ConfigError:
             continue  # not even one chunk of each size
         assert got == expected

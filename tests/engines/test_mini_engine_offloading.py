@@ -216,7 +216,7 @@ def test_blocks_written_again_before_a_late_store_read_them_are_stored_right(tin
 
 def over_disk(model, root, **offload):
     """Return settings of an engine with a chunk a block, in host memory and on a disk."""
-    disk = {"type": "disk", "root": str(root), "capacity": "64MiB"}
+    disk = {"type": "disk", "root": str(root), "capacity": "64MiB", "min_free": 0}
     offload = {"cpu_bytes": "1MiB", "blocks_per_chunk": 1, "backends": [disk], **offload}
     settings = {"model": model, "max_model_len": MAX_LEN, "kv_cache_bytes": "256KiB"}
     return {**settings, "offload": offload}
@@ -297,13 +297,7 @@ def test_a_load_that_hangs_ends_by_its_deadline_aborted_or_not(
 def test_what_the_last_request_stored_reaches_the_tiers_by_the_steps_of_an_idle_engine(
     tiny, tmp_path, until
 ):
-    offload = {
-        "cpu_bytes": "1MiB",
-        "blocks_per_chunk": 1,
-        "backends": [{"type": "disk", "root": str(tmp_path), "capacity": "64MiB", "min_free": 0}],
-    }
-    config = {"model": tiny, "block_size": 8, "max_model_len": MAX_LEN, "kv_cache_bytes": "256KiB"}
-    with Engine({**config, "offload": offload}) as engine:
+    with Engine({**over_disk(tiny, tmp_path), "block_size": 8}) as engine:
         engine.generate([list(range(80))], SamplingParams(max_tokens=1))
         disk = engine.connector._spec.tiers["disk"]
         until(lambda: engine.step() == [] and disk.usage and disk.usage.chunks == 10)
