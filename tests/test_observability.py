@@ -139,18 +139,15 @@ def prometheus(tmp_path):
 
 
 @pytest.fixture
-def engine(new_kv_caches, tmp_path):
+def engine(new_kv_caches, closing):
     """Attaches engines with host memory and other tiers."""
-    made = []
 
     def attach(**more):
         settings = {"cpu_bytes": "20KiB", "blocks_per_chunk": 2, **more}
-        made.append(LocalConnector(settings, new_kv_caches(), block_size=4, facts={"model": "m"}))
-        return made[-1]
+        caches = new_kv_caches()
+        return closing(LocalConnector(settings, caches, block_size=4, facts={"model": "m"}))
 
-    yield attach
-    for connector in made:
-        connector.close()
+    return attach
 
 
 @pytest.fixture

@@ -62,9 +62,8 @@ class Rank:
 
 
 @pytest.fixture
-def ranks():
+def ranks(closing):
     """Make ranks that share a host and their tiers' options."""
-    made = []
 
     def make(number, backend):
         config = OffloadConfig(
@@ -73,12 +72,12 @@ def ranks():
             io="thread",
             backends=(BackendConfig(**backend),),
         )
-        made.extend(Rank(i, number, config) for i in range(number))
-        return made[-number:]
+        made = [Rank(i, number, config) for i in range(number)]
+        for rank in made:
+            closing(rank.spec)
+        return made
 
-    yield make
-    for rank in made:
-        rank.spec.close()
+    return make
 
 
 @pytest.mark.parametrize("number", [2, 3, 8])

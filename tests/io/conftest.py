@@ -95,35 +95,27 @@ def new_listener():
 
 
 @pytest.fixture(params=["thread", "process"])
-def rig(request):
-    rig = Rig(request.param)
-    yield rig
-    rig.close()
+def rig(request, closing):
+    return closing(Rig(request.param))
 
 
 @pytest.fixture
-def process_rig():
-    rig = Rig("process")
-    yield rig
-    rig.close()
+def process_rig(closing):
+    return closing(Rig("process"))
 
 
 @pytest.fixture
-def thread_rig():
-    rig = Rig("thread")
-    yield rig
-    rig.close()
+def thread_rig(closing):
+    return closing(Rig("thread"))
 
 
 @pytest.fixture
-def small_engine(new_kv_caches, new_request):
+def small_engine(new_kv_caches, new_request, closing):
     """Start engines, which are closed after the test."""
-    made = []
 
     def make(*backends, **settings):
-        made.append(SmallEngine(new_kv_caches(), new_request, *backends, **settings))
-        return made[-1]
+        engine = SmallEngine(new_kv_caches(), new_request, *backends, **settings)
+        closing(engine.connector)
+        return engine
 
-    yield make
-    for engine in made:
-        engine.connector.close()
+    return make

@@ -61,10 +61,8 @@ class Talk:
 
 
 @pytest.fixture
-def talk():
-    talk = Talk()
-    yield talk
-    talk.close()
+def talk(closing):
+    return closing(Talk())
 
 
 def test_an_engine_that_dies_within_a_message_ends_the_server():

@@ -93,17 +93,23 @@ class Parts:
 
 
 @pytest.fixture
-def parts():
-    parts = Parts()
-    yield parts
-    parts.copier.close()
+def make(closing):
+    def make(*given, **how):
+        parts = Parts(*given, **how)
+        closing(parts.copier)
+        return parts
+
+    return make
+
+
+@pytest.fixture
+def parts(make):
+    return make()
 
 
 @pytest.fixture(params=["staged", "direct"])
-def either(request):
-    parts = Parts(direct_page_bytes=1 if request.param == "direct" else 1 << 20)
-    yield parts
-    parts.copier.close()
+def either(make, request):
+    return make(direct_page_bytes=1 if request.param == "direct" else 1 << 20)
 
 
 @pytest.mark.parametrize("copy_fails", [False, True])
@@ -189,18 +195,16 @@ def test_the_kernels_of_every_part_are_prepared_when_a_copier_is_made(parts):
     assert staged == set(parts.layout.regions[0])
 
 
-def test_a_thread_that_cannot_enter_the_device_fails_its_transfers_and_nothing_waits_for_ever():
-    parts = Parts(UnenteredDevice)
-    try:
-        for to_host in (True, False):
-            fence = parts.launch(0, [1, 2], to_host)
-            assert ends(fence)
-            assert str(fence.error) == "no context"
-        # The device is asked again for each transfer: what kept the thread out may pass.
-        parts.device.refusals = 0
-        assert parts.store(1, [3, 4]) is None
-    finally:
-        parts.copier.close()
+def test_a_thread_that_cannot_enter_the_device_fails_its_transfers_and_nothing_waits_for_ever(make):
+    parts = make(UnenteredDevice)
+    for to_host in (True, False):
+        fence = parts.launch(0, [1, 2], to_host)
+        assert ends(fence)
+        assert str(fence.error) == "no context"
+    # The device is asked again for each transfer: what kept the thread out may pass.
+    parts.device.refusals = 0
+    assert parts.store(1, [3, 4]) is None
+    parts.copier.close()
     assert parts.device.is_closed
 
 
@@ -236,37 +240,36 @@ class SmallDevice(RefusingDevice):
     ("left", "stage_bytes"),
     [(0, 16_000), (-8, 8000), (-32_001, 4000), (-48_001, 0), (-64_000, 0)],
 )
-def test_with_little_device_memory_less_is_staged_and_told(monkeypatch, caplog, left, stage_bytes):
+def test_with_little_device_memory_less_is_staged_and_told(
+    make, monkeypatch, caplog, left, stage_bytes
+):
     monkeypatch.setattr(stream_copier, "LEAST_STAGE_BYTES", 4000)
     monkeypatch.setattr(SmallDevice, "num_bytes", 2 * STAGES * 16_000 + left)
-    parts = Parts(SmallDevice, stage_bytes=16_000)
-    try:
-        stats = parts.copier.stats()
-        assert (stats["stage_bytes"], stats["groups"]) == (
-            stage_bytes,
-            "staged" if stage_bytes else "direct",
-        )
-        assert stats.get("why_not_stage_bytes") == ("the device is full" if left else None)
-        assert ("the device is full" in caplog.text) == bool(left)
-        assert ("without staging" in caplog.text) == (not stage_bytes)
-        # Those of a try that found no room would take the engine's hardware queues.
-        assert len(parts.device.streams) == 1 + 2 * 3
-        for block in (1, 2):
-            for page in words(parts.caches, block):
-                page.fill_(block)
-        assert parts.store(3, [1, 2]) is None
-        loaded = parts.launch(3, [5, 6], to_host=False)
-        assert ends(loaded)
-        assert [page[0] for block in (5, 6) for page in words(parts.caches, block)] == [
-            1,
-            1,
-            1,
-            2,
-            2,
-            2,
-        ]
-    finally:
-        parts.copier.close()
+    parts = make(SmallDevice, stage_bytes=16_000)
+    stats = parts.copier.stats()
+    assert (stats["stage_bytes"], stats["groups"]) == (
+        stage_bytes,
+        "staged" if stage_bytes else "direct",
+    )
+    assert stats.get("why_not_stage_bytes") == ("the device is full" if left else None)
+    assert ("the device is full" in caplog.text) == bool(left)
+    assert ("without staging" in caplog.text) == (not stage_bytes)
+    # Those of a try that found no room would take the engine's hardware queues.
+    assert len(parts.device.streams) == 1 + 2 * 3
+    for block in (1, 2):
+        for page in words(parts.caches, block):
+            page.fill_(block)
+    assert parts.store(3, [1, 2]) is None
+    loaded = parts.launch(3, [5, 6], to_host=False)
+    assert ends(loaded)
+    assert [page[0] for block in (5, 6) for page in words(parts.caches, block)] == [
+        1,
+        1,
+        1,
+        2,
+        2,
+        2,
+    ]
 
 
 def ours():

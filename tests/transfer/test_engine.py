@@ -86,10 +86,8 @@ class Half:
 
 
 @pytest.fixture
-def half(new_kv_caches, tmp_path):
-    half = Half(new_kv_caches(num_blocks=64), root=tmp_path)
-    yield half
-    half.close()
+def half(new_kv_caches, tmp_path, closing):
+    return closing(Half(new_kv_caches(num_blocks=64), root=tmp_path))
 
 
 @pytest.fixture

@@ -3,7 +3,6 @@
 import gc
 import os
 import threading
-from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -55,17 +54,14 @@ class Parts:
 
 
 @pytest.fixture
-def make():
-    made = []
-
+def make(closing):
     def new(**how):
-        made.append(Parts(**how))
-        return made[-1]
+        parts = Parts(**how)
+        closing(parts.lender)
+        closing(parts.copier)
+        return parts
 
-    yield new
-    for parts in made:
-        parts.copier.close()
-        parts.lender.close()
+    return new
 
 
 @pytest.mark.parametrize("why", ["", "the driver is of CUDA 12.4"])
@@ -243,6 +239,5 @@ def test_memory_that_is_left_or_closed_while_it_is_being_pinned_is_unpinned(
     if is_left:
         parts.lender.memory.leave()
         until(lambda: goes_on.is_set() and not parts.device._lent and not parts.lent_bytes(cuda))
-    with closing(parts.copier):
-        pass
+    parts.copier.close()
     assert not cuda.registered

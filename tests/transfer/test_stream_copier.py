@@ -51,18 +51,16 @@ class Parts:
 
 
 @pytest.fixture
-def make(monkeypatch):
+def make(monkeypatch, closing):
     # The simulated device computes what it copies: on busy cores that takes seconds.
     monkeypatch.setattr(stream_copier, "CLOSE_TIMEOUT_S", 120.0)
-    made = []
 
     def make(*given, **how):
-        made.append(Parts(*given, **how))
-        return made[-1]
+        parts = Parts(*given, **how)
+        closing(parts.copier)
+        return parts
 
-    yield make
-    for parts in made:
-        parts.copier.close()
+    return make
 
 
 @pytest.mark.parametrize("to_host", [True, False])

@@ -252,16 +252,11 @@ def ends(computed, num_tokens, steps):
 
 
 @pytest.fixture
-def both(new_kv_caches):
-    made = []
-
+def both(new_kv_caches, closing):
     def make(**settings):
-        made.extend([Local(new_kv_caches(), **settings), Vllm(**settings)])
-        return made[-2:]
+        return closing(Local(new_kv_caches(), **settings)), closing(Vllm(**settings))
 
-    yield make
-    for driven in made:
-        driven.close()
+    return make
 
 
 @pytest.mark.parametrize("policy", ["lru", "arc", "handicap"])

@@ -217,10 +217,8 @@ def test_what_an_engine_gets_cannot_be_written():
 
 
 @pytest.fixture
-def manager(tmp_path):
-    manager = ServiceManager(tmp_path)
-    yield manager
-    manager.close()
+def manager(tmp_path, closing):
+    return closing(ServiceManager(tmp_path))
 
 
 @pytest.fixture
