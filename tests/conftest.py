@@ -113,6 +113,19 @@ def planned(tmp_path, monkeypatch):
 
 
 @pytest.fixture
+def plug_in(monkeypatch):
+    """Install a backend under a name, in this process alone."""
+
+    def install(name, backend):
+        real = registry.load
+        monkeypatch.setattr(
+            registry, "load", lambda group, it, *a: backend if it == name else real(group, it, *a)
+        )
+
+    return install
+
+
+@pytest.fixture
 def own_redis(tmp_path):
     """A redis-server of the test's own."""
     if redis_server.BINARY is None:

@@ -5,7 +5,6 @@ import threading
 
 import pytest
 
-from kvoffload import registry
 from kvoffload.backends.memory import MemoryBackend, MemoryOptions
 from tests.support.manager_check import check
 from tests.support.random_model.sums import tables
@@ -47,11 +46,8 @@ class Hung(MemoryBackend):
 
 
 @pytest.fixture
-def hung(monkeypatch):
-    real = registry.load
-    monkeypatch.setattr(
-        registry, "load", lambda group, name, *a: Hung if name == "hung" else real(group, name, *a)
-    )
+def hung(monkeypatch, plug_in):
+    plug_in("hung", Hung)
     monkeypatch.setattr(Hung, "released", threading.Event())
     monkeypatch.setattr(Hung, "hung_verb", "")
     yield Hung

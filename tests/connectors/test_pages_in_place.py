@@ -12,7 +12,6 @@ from functools import partial
 
 import pytest
 
-from kvoffload import registry
 from kvoffload.backends.disk import file_calls
 from kvoffload.backends.disk.cached_files import MOST_MISSES, CachedFiles
 from kvoffload.backends.disk.vfs import Vfs
@@ -520,7 +519,7 @@ def test_a_mount_over_the_root_that_hangs_is_not_asked(tmp_path):
 
 @pytest.mark.parametrize("of_them", ["none", "read"])
 def test_pages_of_a_plug_in_without_a_right_reader_are_loaded_by_the_server(
-    pool, opened, stored, sent, caplog, monkeypatch, of_them
+    pool, opened, stored, sent, caplog, plug_in, of_them
 ):
     class Theirs(MemoryBackend):
         reader = Broken if of_them == "read" else None
@@ -529,10 +528,7 @@ def test_pages_of_a_plug_in_without_a_right_reader_are_loaded_by_the_server(
         def in_place(self):
             return {"place": 1}
 
-    real = registry.load
-    monkeypatch.setattr(
-        registry, "load", lambda group, *a: Theirs if a[0] == "mine" else real(group, *a)
-    )
+    plug_in("mine", Theirs)
     store = stored(opened({"type": "mine", "capacity": "1MiB"}, {"type": "memory"}))
     messages = sent(store)
     assert store.load(keys(8), pool.pages(range(20, 28))) == [True] * 8

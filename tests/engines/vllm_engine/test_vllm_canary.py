@@ -17,7 +17,7 @@ from vllm.v1.kv_offload.base import (
     GPULoadStoreSpec,
 )
 
-from kvoffload import messages, registry
+from kvoffload import messages
 from kvoffload.backends.memory import MemoryBackend
 from kvoffload.connectors import builder
 from kvoffload.connectors.builder import TieredOffloadingSpec
@@ -108,7 +108,7 @@ def attached(tmp_path, faulty):
 
 
 @pytest.fixture
-def faulty(monkeypatch):
+def faulty(plug_in):
     def configure(plans):
         class Factory:
             Options = MemoryBackend.Options
@@ -116,14 +116,7 @@ def faulty(monkeypatch):
             def __new__(cls, options, namespace):
                 return FaultyBackend(MemoryBackend(options, namespace), *plans)
 
-        real = registry.load
-        monkeypatch.setattr(
-            registry,
-            "load",
-            lambda group, name, field="type": (
-                Factory if name == "faulty" else real(group, name, field)
-            ),
-        )
+        plug_in("faulty", Factory)
         return [{"type": "faulty"}]
 
     return configure

@@ -7,7 +7,6 @@ pytest.importorskip("vllm.version", reason="vLLM is not installed; see make test
 import torch
 
 from benchmarks.harness import caches_of
-from kvoffload import registry
 from kvoffload.backends.disk.backend import DiskBackend
 from kvoffload.connectors.builder import TieredOffloadingSpec
 from kvoffload.connectors.vllm.self_test import check_tiers
@@ -16,7 +15,7 @@ from kvoffload.messages import CPULoadStoreSpec, GPULoadStoreSpec
 from tests.support.vfs import StuckVfs
 
 
-def test_a_read_of_the_canary_that_ends_late_touches_nobodys_chunk(tmp_path, monkeypatch, until):
+def test_a_read_of_the_canary_that_ends_late_touches_nobodys_chunk(tmp_path, plug_in, until):
     opened = []
 
     class Stuck:
@@ -30,12 +29,7 @@ def test_a_read_of_the_canary_that_ends_late_touches_nobodys_chunk(tmp_path, mon
             opened.append(vfs)
             return store
 
-    real = registry.load
-    monkeypatch.setattr(
-        registry,
-        "load",
-        lambda group, name, field="type": Stuck if name == "stuck" else real(group, name, field),
-    )
+    plug_in("stuck", Stuck)
     tensor = torch.zeros(8, 4096, dtype=torch.int8)
     caches = caches_of([tensor])
     settings = read_settings(

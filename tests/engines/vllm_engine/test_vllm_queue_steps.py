@@ -15,7 +15,6 @@ from vllm.v1.request import RequestStatus
 
 from benchmarks.vllm_parts.engine import ours
 from benchmarks.vllm_parts.halves import BLOCK, Halves
-from kvoffload import registry
 from kvoffload.backends.disk.backend import DiskBackend
 from kvoffload.offload import waiting
 from kvoffload.offload.base import ReqContext
@@ -110,7 +109,7 @@ def test_ten_queued_prompts_come_early_from_disk(alone):
 
 
 @pytest.fixture
-def asked_tier(monkeypatch, tmp_path):
+def asked_tier(plug_in, tmp_path):
     """Return the settings of a disk tier that says of no chunk at once whether it has it."""
 
     class Factory:
@@ -119,12 +118,7 @@ def asked_tier(monkeypatch, tmp_path):
         def __new__(cls, options, namespace):
             return OnlyVerbs(DiskBackend(options, namespace))
 
-    load = registry.load
-    monkeypatch.setattr(
-        registry,
-        "load",
-        lambda group, name, *field: Factory if name == "asked" else load(group, name, *field),
-    )
+    plug_in("asked", Factory)
     tier = {"type": "asked", "root": str(tmp_path / "kv"), "min_free": 0}
     return {"backends": [tier], "io": "thread"}
 

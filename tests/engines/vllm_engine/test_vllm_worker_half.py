@@ -11,7 +11,6 @@ import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import TransferJob
 from vllm.v1.kv_offload.base import GPULoadStoreSpec
 
-from kvoffload import registry
 from kvoffload.backends.memory import MemoryBackend
 from kvoffload.connectors.builder import TieredOffloadingSpec
 from kvoffload.connectors.vllm.engine_weights import UPDATES
@@ -45,16 +44,9 @@ class Hanging:
 
 
 @pytest.fixture
-def half(monkeypatch):
+def half(monkeypatch, plug_in):
     """A worker half of two KV cache groups with chunks of two blocks, and its spec."""
-    real = registry.load
-    monkeypatch.setattr(
-        registry,
-        "load",
-        lambda group, name, field="type": (
-            Hanging if name == "hanging" else real(group, name, field)
-        ),
-    )
+    plug_in("hanging", Hanging)
     tensor = torch.arange(16, dtype=torch.int8).repeat_interleave(PAGE).view(16, PAGE)
     ref = (CanonicalKVCacheRef(0, PAGE),)
     caches = CanonicalKVCaches((CanonicalKVCacheTensor(tensor, PAGE),), (ref, ref))
