@@ -244,13 +244,11 @@ def halves(models, tmp_path):
 
     made = []
 
-    def begin(*, disk=False, **settings):
+    def begin(*, disk=False, num_blocks=2048, max_num_seqs=256, **settings):
         tier = {"type": "disk", "root": str(tmp_path / "kv"), "min_free": 0}
         more = {"backends": [tier]} if disk else {}
         extra = {"cpu_bytes": "16MiB", "weights_id": "w", **ONE_BLOCK, **more, **settings}
-        blocks = settings.pop("num_blocks", 2048)
-        extra.pop("num_blocks", None)
-        rig = Halves(models("llama"), ours(extra), num_blocks=blocks)
+        rig = Halves(models("llama"), ours(extra), num_blocks, max_num_seqs)
         made.append(rig.__enter__())
         rig.quiet()
         return rig

@@ -13,8 +13,7 @@ pytest.importorskip("vllm.version", reason="vLLM is not installed; see make test
 
 from vllm.v1.request import RequestStatus
 
-from benchmarks.vllm_parts.engine import ours
-from benchmarks.vllm_parts.halves import BLOCK, Halves
+from benchmarks.vllm_parts.halves import BLOCK
 from kvoffload.backends.disk.backend import DiskBackend
 from kvoffload.offload import waiting
 from kvoffload.offload.base import ReqContext
@@ -26,25 +25,17 @@ LENGTH = CHUNKS * BLOCK + 1
 
 
 @pytest.fixture
-def alone(models, tmp_path):
+def alone(halves):
     """Make halves of an engine that runs one request, and whose GPU memory keeps one prompt."""
-    made = []
 
-    def begin(num_slots, *, disk=False, num_blocks=CHUNKS + 4, max_num_seqs=1, **settings):
-        tier = {"type": "disk", "root": str(tmp_path / "kv"), "min_free": 0}
-        extra = {"cpu_bytes": num_slots * SLOT, "blocks_per_chunk": 1, "canary": False}
-        extra |= {"weights_id": "w", **settings}
-        extra |= {"backends": [tier]} if disk else {}
-        rig = Halves(models("llama"), ours(extra), num_blocks, max_num_seqs)
-        made.append(rig.__enter__())
-        rig.quiet()
+    def begin(num_slots, *, num_blocks=CHUNKS + 4, max_num_seqs=1, **settings):
+        settings |= {"cpu_bytes": num_slots * SLOT, "canary": False, "num_blocks": num_blocks}
+        rig = halves(max_num_seqs=max_num_seqs, **settings)
         # These halves compute a prompt at once: on a busy machine no load would be worth its time.
         manager_of(rig).promises.prefilled = lambda num_tokens, seconds: None
         return rig
 
-    yield begin
-    for rig in made:
-        rig.__exit__()
+    return begin
 
 
 def prompt(seed):
