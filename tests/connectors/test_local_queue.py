@@ -179,9 +179,7 @@ def test_a_disk_keeps_what_a_queued_request_needs(connect, new_request, kv_cache
     assert connector.stats()["queue_chunks"]["read_early"] == 0
 
 
-def test_a_queued_prompt_comes_early_though_the_io_process_dies(
-    connect, new_request, kv_caches, until
-):
+def test_a_queued_prompt_comes_early_though_the_io_process_dies(connect, new_request, kv_caches):
     connector = connect(8, io="process")
     store(connector, new_request("wanted", PROMPT), kv_caches, 1)
     store(connector, new_request("other", PROMPT), kv_caches, 2)

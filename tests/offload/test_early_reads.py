@@ -1,7 +1,7 @@
 """Early reads: in which order, how much at once, for whom not, and how they end."""
 
 import pytest
-from manager_parts import Store, figures, keys, new_manager
+from manager_parts import Store, figures, keys, new_manager, put
 
 from kvoffload.offload import early_reads
 from kvoffload.offload.base import EarlyRead, ReqContext
@@ -27,8 +27,8 @@ def step(manager):
     return jobs
 
 
-def early_in_flight(manager, chunks):
-    queue(manager, "waits", chunks)
+def early_in_flight(manager, chunks, name="waits", **context):
+    queue(manager, name, chunks, **context)
     step(manager)
     return step(manager)
 
@@ -72,8 +72,7 @@ def test_what_host_memory_has_is_not_read_and_a_gap_is():
     a = keys("a", 10)
     manager = waiting_manager(Store(a))
     for part in (a[:3], a[5:8]):
-        output = manager.prepare_store(part, ReqContext("w"))
-        manager.complete(output.job, [True] * 3)
+        put(manager, part)
     queue(manager, "r", a)
     read = []
     for _ in range(5):
@@ -88,10 +87,7 @@ def test_what_host_memory_has_is_not_read_and_a_gap_is():
 def test_a_load_of_what_was_read_is_not_in_vain():
     a, context = keys("a", 6), ReqContext("r")
     manager = waiting_manager(Store(a))
-    queue(manager, "r", a)
-    step(manager)
-    for job in step(manager):
-        end(manager, job)
+    end_all(manager, early_in_flight(manager, a, "r"))
     load = manager.begin_load(a, context)
     assert not load.sources
     manager.request_admitted(context)
@@ -116,9 +112,7 @@ def test_loads_of_running_requests_go_first():
 def test_reads_end_with_the_wait(how, end_first):
     a, store = keys("a", 20), Store(keys("a", 20))
     manager = waiting_manager(store)
-    queue(manager, "r", a)
-    step(manager)
-    jobs = step(manager)
+    jobs = early_in_flight(manager, a, "r")
     if end_first:
         end_all(manager, jobs)
     if how == "aborted":
@@ -167,8 +161,7 @@ def test_nothing_is_read_from_tiers_that_a_request_must_not_use():
 def test_early_reads_evict_nothing_that_is_kept():
     a, b, c = keys("a", 10), keys("b", 10), keys("c", 10)
     manager = waiting_manager(Store([*b, *c]), slots=16, waiting_share=1.0)
-    output = manager.prepare_store([*a, *keys("idle", 6)], ReqContext("w"))
-    manager.complete(output.job, [True] * 16)
+    put(manager, [*a, *keys("idle", 6)])
     queue(manager, "kept", a)
     queue(manager, "reads", b)
     queue(manager, "also", c)
@@ -188,8 +181,7 @@ def test_the_first_of_the_queue_is_read_though_later_requests_keep_the_whole_sha
     """The last one of the queue gives way, or of its tenant, if that one has all it may."""
     first, *later = (keys(name, 20) for name in ("first", "second", "third"))
     manager = waiting_manager(Store(first), slots=40, waiting_share=1.0)
-    output = manager.prepare_store([*later[0], *later[1]], ReqContext("w"))
-    manager.complete(output.job, [True] * 40)
+    put(manager, [*later[0], *later[1]])
     for name, tenant in zip(("second", "third"), tenants[1:], strict=True):
         queue(manager, name, keys(name, 20), tenant=tenant.encode())
     step(manager)
@@ -209,9 +201,7 @@ def test_a_tier_that_hangs_keeps_its_budget_and_no_more():
     a = keys("a", 40)
     store = Store(a)
     manager = waiting_manager(store)
-    queue(manager, "r", a)
-    step(manager)
-    jobs = step(manager)
+    jobs = early_in_flight(manager, a, "r")
     for job in jobs:
         end(manager, job, ok=False, settled=False)
         assert not store.held & {*job.keys}  # a load of it would be as late
@@ -284,10 +274,7 @@ def test_a_chunk_that_fails_ends_the_prefix_and_another_tier_may_have_it():
     a = keys("a", 6)
     near, far = Store(a), Store(a)
     manager = new_manager(64, [near, far], waiting_share=0.9, promote=False)
-    queue(manager, "r", a)
-    step(manager)
-    jobs = step(manager)
-    for job in jobs:
+    for job in early_in_flight(manager, a, "r"):
         manager.complete(job, [key != a[2] for key in job.keys], True, "corrupt")
         check(manager)
     (again,) = step(manager)
@@ -365,11 +352,10 @@ def test_a_request_that_the_engine_has_no_room_for_is_read_first():
 def test_an_answer_after_an_abort_leaves_no_hint_for_the_next_request_of_that_name():
     chunks = keys("a", 6)
     manager = waiting_manager(Store(chunks))
-    queue(manager, "r", chunks, kv_transfer_params={"kvoffload": {"offload": False}})
-    step(manager)
-    jobs = step(manager)
+    told = {"kvoffload": {"offload": False}}
+    jobs = early_in_flight(manager, chunks, "r", kv_transfer_params=told)
     assert jobs
-    manager.retire((), ReqContext("r", {"kvoffload": {"offload": False}}))
+    manager.retire((), ReqContext("r", told))
     end_all(manager, jobs)
     assert manager.prepare_store(keys("new", 3), ReqContext("r")).keys_to_store
 
@@ -381,9 +367,7 @@ def test_a_read_that_a_reset_made_stale_says_nothing_of_its_tier(begin):
     if begin == "load":
         jobs = [manager.begin_load(chunks, ReqContext("r"))]
     else:
-        queue(manager, "r", chunks)
-        step(manager)
-        jobs = step(manager)
+        jobs = early_in_flight(manager, chunks, "r")
     for job in jobs:
         job.stale = True
     manager.reset_cache()
@@ -439,8 +423,7 @@ def test_a_load_of_nearly_all_of_host_memory_waits_for_early_reads_and_is_no_sho
     assert manager.is_fetching(wanted)
     end(manager, jobs[0])
     assert step(manager) == []  # no read takes the room that is waited for
-    for job in jobs[1:]:
-        end(manager, job)
+    end_all(manager, jobs[1:])
     most = min(size, 64)
     assert manager.lookup_prefix(wanted, context) == (most, False)
     assert manager.has_room(wanted) is (size == most)

@@ -6,7 +6,7 @@ import tracemalloc
 
 import manager_parts
 import pytest
-from manager_parts import Store, figures, keys, write_through
+from manager_parts import Store, figures, keys, put, write_through
 
 from kvoffload.offload import claims, needed_chunks, waiting
 from kvoffload.offload.base import ReqContext, tenant_id
@@ -32,13 +32,6 @@ def new_manager(policy="handicap", slots=64, share=0.9, stores=()):
     return manager_parts.new_manager(slots, stores, policy, waiting_share=share)
 
 
-def put(manager, chunks, name="writer"):
-    context = ReqContext(name)
-    output = manager.prepare_store(chunks, context)
-    manager.complete(output.job, [True] * len(output.job.keys))
-    return output
-
-
 def queue(manager, name, chunks, tenant=""):
     manager.request_queued(lambda: chunks, ReqContext(name, tenant=tenant_id(tenant)))
     manager.serve_queue()
@@ -58,7 +51,7 @@ def serve(manager, name, chunks):
     if loaded:
         manager.complete(loaded, [True] * hits)
     if hits < len(chunks):
-        put(manager, chunks[hits:], name)
+        put(manager, chunks[hits:], name=name)
     manager.retire(chunks, context)
     return hits
 
@@ -426,12 +419,12 @@ def test_what_an_earlier_request_stores_is_kept_for_later_ones():
         queue(manager, f"r{i}", [*shared, *keys(i, 2)])
     assert not manager._host.claims
     manager.request_admitted(ReqContext("r0"))
-    put(manager, shared, "r0")
+    put(manager, shared, name="r0")
     manager.serve_queue()
     check(manager)
     assert kept(manager, shared) == 10
     manager.request_admitted(ReqContext("r2"))
-    put(manager, keys(1, 2), "r0")
+    put(manager, keys(1, 2), name="r0")
     manager.serve_queue()
     assert kept(manager, keys(1, 2)) == 2
     for i in range(4):

@@ -269,9 +269,7 @@ def test_a_copier_that_cannot_be_made_leaves_no_memory_pinned(cuda, monkeypatch)
 
 @pytest.mark.parametrize("made_under_inference", [True, False])
 @pytest.mark.parametrize("direct_page_bytes", [1, 1 << 20])
-def test_caches_made_under_inference_mode_are_loaded(
-    cuda, monkeypatch, direct_page_bytes, made_under_inference
-):
+def test_caches_made_under_inference_mode_are_loaded(cuda, direct_page_bytes, made_under_inference):
     """Torch refuses to write to such a tensor outside that mode, which is one of a thread."""
     with torch.inference_mode():
         caches = make_caches([(512, 0), (4096, 0)])

@@ -170,9 +170,7 @@ def test_what_has_been_read_is_copied_while_the_rest_is_still_being_read(half, u
     assert order == ["read", "read", "first chunk copied", "last read"]
 
 
-def test_chunks_are_copied_as_they_arrive_while_later_ones_are_still_being_read(
-    half, until, tmp_path
-):
+def test_chunks_are_copied_as_they_arrive_while_later_ones_are_still_being_read(half, until):
     """From a disk the last slots are not read before all other chunks are back in their blocks."""
     disk = half.disk
     originals = store_all(half, until, "disk")
@@ -217,7 +215,7 @@ def test_chunks_that_were_copied_as_they_arrived_are_not_launched_again(half, un
 @pytest.mark.parametrize("tier", ["store", "disk"])
 @pytest.mark.parametrize("num_slots", [1, 2, 3, 7])
 def test_chunks_that_take_turns_in_slots_wait_until_those_before_them_were_copied(
-    half, until, tmp_path, tier, num_slots
+    half, until, tier, num_slots
 ):
     """Read too early, the next chunk's bytes would reach the blocks of the one before."""
     originals = store_all(half, until, tier)

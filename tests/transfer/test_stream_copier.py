@@ -66,7 +66,7 @@ def make(monkeypatch, closing):
 @pytest.mark.parametrize("to_host", [True, False])
 @pytest.mark.parametrize("direct_page_bytes", [1, 1 << 20])
 def test_a_transfer_into_slots_that_are_not_pinned_yet_lets_others_pass(
-    make, until, to_host, direct_page_bytes
+    make, to_host, direct_page_bytes
 ):
     """Pinning takes a minute after the start; loads of pinned slots need not wait for it."""
     parts = make(direct_page_bytes=direct_page_bytes, stage_bytes=1000)

@@ -30,11 +30,6 @@ READ = re.compile(
         \s*f?["']([A-Z][A-Z0-9_]{2,})["']""",
     re.VERBOSE,
 )
-TOLD_OTHERWISE = {"random_seed"} | {
-    "model_path", "speculative_draft_model_path", "quantization_param_path",
-    "speculative_token_map", "uno_lora_path",
-}  # fmt: skip
-"""Fields that are no facts; what they point to is."""
 PLAIN = PretrainedConfig()
 COMMITS = "a" * 40, "b" * 40
 
