@@ -5,6 +5,7 @@ import time
 from contextlib import closing
 
 import pytest
+from local_requests import compute
 
 from kvoffload.connectors.local import LocalConnector
 from kvoffload.identity import short
@@ -33,9 +34,7 @@ def start(request, kv_caches, new_request, caplog, until):
         ) as connector:
             if stores:
                 prompt = new_request("p", 41)
-                connector.after_forward(prompt, [list(range(5, 15))], 40)
-                assert connector.flush()
-                connector.request_finished(prompt)
+                compute(connector, prompt, list(range(5, 15)))
             if line_of:
                 until(lambda: any(line.startswith(f"{line_of}: namespace") for line in said()))
             if reset:

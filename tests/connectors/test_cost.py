@@ -5,6 +5,7 @@ from collections import Counter
 from functools import partial
 
 import pytest
+from local_requests import begin_load, compute
 from opcodes import count_opcodes
 
 from kvoffload.cli.bench import benchmark
@@ -70,10 +71,8 @@ def test_a_load_calls_no_function_for_each_chunk(source, connect, new_request, t
 
 def calls_of_a_load(connector, new_request, source, count):
     """Load a prompt that is stored; return the calls of this package on the engine's thread."""
-    request, table = new_request(f"{count}", count * BLOCK + 1), [range(1, 2 + count)]
-    connector.after_forward(request, table, count * BLOCK)
-    assert connector.flush()
-    connector.request_finished(request)
+    request, table = new_request(f"{count}", count * BLOCK + 1), range(1, 2 + count)
+    compute(connector, request, table)
     if source != "host":
         connector._manager.reset_cache()
     if source == "both":
@@ -103,13 +102,6 @@ def calls_of_a_load(connector, new_request, source, count):
     assert outcome.tokens_by_medium == +tokens
     assert connector.flush()
     return calls
-
-
-def begin_load(connector, request, table):
-    """Begin to load what there is of a request; return the tokens."""
-    tokens = connector.get_num_new_matched_tokens(request, 0)
-    connector.update_state_after_alloc(request, table, tokens)
-    return tokens
 
 
 def test_the_benchmark_of_the_manager_measures_what_the_connector_does(connector, new_request):

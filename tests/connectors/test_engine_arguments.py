@@ -7,6 +7,7 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
+from local_requests import compute
 
 from kvoffload.connectors.local import LocalConnector
 from kvoffload.connectors.local.chunking import NULL_BLOCK, ChunkGroups, to_load, to_store
@@ -138,9 +139,7 @@ def test_a_wrong_table_is_refused_before_anything_is_counted(connector, new_requ
     request = new_request("p", 33)
     with pytest.raises(UsageError, match=told):
         connector.after_forward(request, table, 32)
-    connector.after_forward(request, [BLOCKS], 32)
-    assert connector.flush()
-    connector.request_finished(request)
+    compute(connector, request, BLOCKS)
     request = new_request("p", 33)
     assert connector.get_num_new_matched_tokens(request, 0) == 32
     before = connector.stats()
@@ -215,9 +214,7 @@ def test_more_tokens_than_there_are_chunks_of_are_refused(connector, new_request
 
 @pytest.mark.parametrize("wanted", [5, 31, 33, 36, -4, 4.0, "4"])
 def test_only_whole_blocks_of_what_was_promised_can_be_asked_for(connector, new_request, wanted):
-    connector.after_forward(new_request("p", 33), [BLOCKS], 32)
-    assert connector.flush()
-    connector.request_finished(new_request("p", 33))
+    compute(connector, new_request("p", 33), BLOCKS)
     request = new_request("p", 33)
     with pytest.raises(UsageError, match="returned 0"):  # nothing was asked
         connector.update_state_after_alloc(request, [OTHERS], 4)

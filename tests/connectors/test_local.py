@@ -6,6 +6,7 @@ import time
 
 import pytest
 import torch
+from local_requests import begin_load, compute
 
 from kvoffload import registry
 from kvoffload.testing import Plan
@@ -29,12 +30,8 @@ def faulty(stores, faults):
 
 def store(connector, request, first_block=5):
     """Compute and store all full blocks; returns the blocks."""
-    count = request.num_tokens // BLOCK
-    blocks = list(range(first_block, first_block + count))
-    connector.after_forward(request, [blocks], count * BLOCK)
-    assert connector.flush()
-    connector.request_finished(request)
-    return blocks
+    end = first_block + request.num_tokens // BLOCK
+    return compute(connector, request, list(range(first_block, end)))
 
 
 def load(connector, request, blocks, until, computed=0):
@@ -83,8 +80,7 @@ def test_a_request_aborted_while_loading_keeps_its_blocks_until_told(
     store(connector, request)
     push_out(connector, new_request)
     faulty(Plan("delay", frozenset({"read"}), seconds=0.1))
-    tokens = connector.get_num_new_matched_tokens(request, 0)
-    connector.update_state_after_alloc(request, [range(20, 31)], tokens)
+    begin_load(connector, request, range(20, 31))
     assert connector.request_finished(request) is True
     assert connector.request_finished(request) is True  # told again, named once
     (outcome,) = until(connector.poll)
@@ -107,8 +103,7 @@ def test_two_requests_for_one_prefix_share_the_fetch(connect, new_request, until
     faulty(Plan("delay", frozenset({"read"}), seconds=0.1))
     first = new_request("p", 41, request_id="first")
     second = new_request("p", 41, request_id="second")
-    tokens = connector.get_num_new_matched_tokens(first, 0)
-    connector.update_state_after_alloc(first, [range(20, 31)], tokens)
+    begin_load(connector, first, range(20, 31))
     while not connector.poll():  # soon in host memory: worth waiting, for longer than for a lookup
         assert connector.get_num_new_matched_tokens(second, 0) is None
         time.sleep(0.01)
@@ -123,8 +118,7 @@ def test_asking_again_ends_with_the_load_of_another_one(connect, new_request, un
     faulty(Plan("hang", frozenset({"read"})))
     first = new_request("p", 41, request_id="first")
     second = new_request("p", 41, request_id="second")
-    tokens = connector.get_num_new_matched_tokens(first, 0)
-    connector.update_state_after_alloc(first, [range(20, 31)], tokens)
+    begin_load(connector, first, range(20, 31))
     until(lambda: connector.poll() or connector.get_num_new_matched_tokens(second, 0) == 0)
     assert connector.get_num_new_matched_tokens(second, 0) == 0
 
@@ -204,8 +198,7 @@ def test_blocks_that_a_preempted_load_still_writes_are_waited_for(
     store(connector, new_request("p", 41))
     gate = held_copies(connector)
     request = new_request("p", 41)
-    tokens = connector.get_num_new_matched_tokens(request, 0)
-    connector.update_state_after_alloc(request, [range(20, 31)], tokens)
+    begin_load(connector, request, range(20, 31))
     assert connector.request_finished(request) is True
     threading.Timer(0.2, gate.set).start()
     connector.before_forward([29])
@@ -239,16 +232,14 @@ def test_a_request_id_used_again_while_its_aborted_load_runs(connect, new_reques
     push_out(connector, new_request)
     faulty(Plan("delay", frozenset({"read"}), seconds=0.1))
     first = new_request("p", 41, request_id="same")
-    tokens = connector.get_num_new_matched_tokens(first, 0)
-    connector.update_state_after_alloc(first, [range(20, 31)], tokens)
+    begin_load(connector, first, range(20, 31))
     assert connector.request_finished(first) is True
     until(lambda: sum(store.struck for store in faulty.stores))  # its read has begun
     faulty(Plan("delay", frozenset({"read"}), seconds=2.0))
     second = new_request("q", 41, request_id="same")
     assert connector.get_num_new_matched_tokens(second, 0) is None
     until(connector.poll)  # the first one's load ends
-    tokens = connector.get_num_new_matched_tokens(second, 0)
-    connector.update_state_after_alloc(second, [range(40, 51)], tokens)
+    begin_load(connector, second, range(40, 51))
     assert connector.request_finished(second) is True
     until(connector.poll)
 
@@ -260,8 +251,7 @@ def test_a_load_that_outlives_the_wait_of_a_reset_brings_nothing(
     store(connector, new_request("p", 41))
     gate = held_copies(connector)
     request = new_request("p", 41)
-    tokens = connector.get_num_new_matched_tokens(request, 0)
-    connector.update_state_after_alloc(request, [range(20, 31)], tokens)
+    begin_load(connector, request, range(20, 31))
     with monkeypatch.context() as hasty:
         hasty.setattr(connector, "flush", functools.partial(connector.flush, 0.01))
         connector.reset_cache()

@@ -4,6 +4,7 @@ import time
 
 import pytest
 import torch
+from local_requests import compute
 
 from kvoffload.connectors.local import LocalConnector
 from kvoffload.demo.mini_engine import Engine
@@ -40,9 +41,7 @@ def connector(connect):
 def request_(connector, new_request):
     """A request whose chunks are stored."""
     request = new_request("p", 33)
-    connector.after_forward(request, [STORED], 32)
-    assert connector.flush()
-    connector.request_finished(request)
+    compute(connector, request, STORED)
     return request
 
 
@@ -124,9 +123,7 @@ def test_a_load_that_a_reset_voids_saves_no_token(connector, request_):
     (voided,) = connector.poll()
     assert (voided.num_loaded_tokens, voided.ok, saved()) == (0, False, 0)
     connector.request_finished(request_)
-    connector.after_forward(request_, [STORED], 32)
-    assert connector.flush()
-    connector.request_finished(request_)
+    compute(connector, request_, STORED)
     begin_load(connector, request_, FIRST)
     assert connector.flush()
     (loaded,) = connector.poll()

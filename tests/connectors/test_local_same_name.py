@@ -6,6 +6,7 @@ from itertools import combinations
 
 import pytest
 import torch
+from local_requests import compute
 
 from tests.support.manager_check import check
 
@@ -114,9 +115,7 @@ def stored(connector, kv_caches, request, seed):
     for tensor in tensors:
         shape = tensor[STORED].shape
         tensor[STORED] = torch.randint(-128, 98, shape, dtype=torch.int8, generator=generator)
-    connector.after_forward(request, [STORED], PROMPT)
-    assert connector.flush()
-    connector.request_finished(request)
+    compute(connector, request, STORED)
     return [tensor[STORED].clone() for tensor in tensors]
 
 

@@ -7,6 +7,7 @@ import sys
 import threading
 
 import pytest
+from local_requests import compute
 
 from kvoffload.connectors.spans import REQUEST, Spans, open_spans
 from kvoffload.errors import ConfigError
@@ -21,9 +22,7 @@ def serve(connector, request, until):
     if found:
         connector.update_state_after_alloc(request, [list(range(5, 16))], found)
         until(connector.poll)
-    connector.after_forward(request, [list(range(5, 15))], 40)
-    assert connector.flush()
-    connector.request_finished(request)
+    compute(connector, request, list(range(5, 15)))
     return found
 
 

@@ -4,6 +4,7 @@ import random
 
 import pytest
 import torch
+from local_requests import begin_load
 from until import wait
 
 from kvoffload.testing import Plan
@@ -36,13 +37,6 @@ def store(connector, request, first_block=5):
     assert connector.flush()
     connector.request_finished(request)
     return blocks
-
-
-def begin_load(connector, request, blocks):
-    tokens = connector.get_num_new_matched_tokens(request, 0)
-    if tokens:
-        connector.update_state_after_alloc(request, [blocks], tokens)
-    return tokens
 
 
 def at_rest(connector):

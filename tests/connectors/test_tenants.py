@@ -6,6 +6,7 @@ import sys
 
 import pytest
 from disk_commands import answered, kvoffload
+from local_requests import compute
 
 from kvoffload.core.hashing import BlockHasher, HashChain
 from kvoffload.core.request import Request
@@ -13,12 +14,6 @@ from kvoffload.offload.base import tenant_id
 
 BLOCK, PROMPT = 4, 41
 SALTS = {"one": "salt of A", "two": "salt of B", "three": None}
-
-
-def store(connector, request):
-    connector.after_forward(request, [range(5, 15)], 40)
-    assert connector.flush()
-    connector.request_finished(request)
 
 
 def hits(connector, request):
@@ -64,7 +59,7 @@ def test_the_chunks_of_one_tenant_are_erased_and_no_other(connect, salted, tier,
     settings, words = tier
     connector = connect(settings, tenants=True, tenant_share=0.5)
     for name in SALTS:
-        store(connector, salted(name))
+        compute(connector, salted(name), range(5, 15))
     connector.close()
     dry = answered("gc", *words, "--tenant", "salt of A", "--dry-run")
     assert (dry["removed"], dry["unknown"]) == (5, 5)
@@ -83,7 +78,7 @@ def test_a_request_of_the_core_has_the_tenant_of_its_hashes(connect, tmp_path):
     tier = {"type": "disk", "root": str(tmp_path / "kv"), "min_free": 0}
     connector = connect(tier, tenants=True)
     chain = HashChain(BlockHasher(BLOCK), range(PROMPT), cache_salt="salt of A")
-    store(connector, Request("r", chain))
+    compute(connector, Request("r", chain), range(5, 15))
     connector.close()
     assert answered("gc", tier["root"], "--tenant", "salt of A")["removed"] == PROMPT // BLOCK // 2
 
@@ -91,7 +86,7 @@ def test_a_request_of_the_core_has_the_tenant_of_its_hashes(connect, tmp_path):
 def test_without_the_setting_no_chunk_tells_its_tenant(connect, salted, tier):
     settings, words = tier
     connector = connect(settings)
-    store(connector, salted("one"))
+    compute(connector, salted("one"), range(5, 15))
     connector.close()
     report = answered("gc", *words, "--tenant", "salt of A")
     assert (report["removed"], report["unknown"]) == (0, 5)
@@ -99,7 +94,7 @@ def test_without_the_setting_no_chunk_tells_its_tenant(connect, salted, tier):
 
 def test_no_salt_is_in_the_store(connect, salted, tier, tmp_path):
     connector = connect(tier[0], tenants=True)
-    store(connector, salted("one"))
+    compute(connector, salted("one"), range(5, 15))
     connector.close()
     content = b"".join(path.read_bytes() for path in (tmp_path / "kv").rglob("*") if path.is_file())
     assert b"salt of A" not in content
@@ -110,7 +105,7 @@ def test_no_salt_is_in_the_store(connect, salted, tier, tmp_path):
 def test_a_salt_is_read_from_the_input_and_an_empty_one_refused(tmp_path, connect, salted, tier):
     settings, words = tier
     connector = connect(settings, tenants=True)
-    store(connector, salted("one"))
+    compute(connector, salted("one"), range(5, 15))
     connector.close()
     command = [sys.executable, "-m", "kvoffload", "gc", *words, "--json", "--tenant", "-"]
     for salt, code in (("", 2), ("salt of A\n", 0)):
