@@ -126,6 +126,8 @@ class KVOffloadHiCache(HiCacheStorage):  # type: ignore[misc]  # untyped base
         self._side_pools: dict[str, HostPool] = {}
         self._store: PageStore | None = None
         self._endpoint: MetricsServer | None = None
+        self._batch: tuple[Sequence[str], float] = (), 0.0
+        """Of the last loads of KV pages: their keys, and when they end."""
         self._metrics = StorageMetrics()
         self._warnings = Throttle(log)
 
@@ -252,7 +254,8 @@ class KVOffloadHiCache(HiCacheStorage):  # type: ignore[misc]  # untyped base
         self, keys: list[str], host_indices: Any, extra_info: Any = None
     ) -> list[bool]:
         """Load pages into the host pool."""
-        return self._each_page(self._load, keys, host_indices)
+        load = partial(self._load, until_s=self._begin_batch(keys))
+        return self._each_page(load, keys, host_indices)
 
     def batch_set_v1(
         self, keys: list[str], host_indices: Any, extra_info: Any = None
@@ -266,11 +269,23 @@ class KVOffloadHiCache(HiCacheStorage):  # type: ignore[misc]  # untyped base
             [False] * len(keys),
         )
 
+    def _begin_batch(self, keys: Sequence[str]) -> float:
+        """Note the keys of a batch of KV pages, and return when its loads end."""
+        until_s = time.monotonic() + self._settings.load_timeout_s
+        self._batch = keys, until_s
+        return until_s
+
     # ---- pages of side pools ----
 
     def batch_get_v2(self, transfers: list[Any], extra_info: Any = None) -> dict[str, list[bool]]:
-        """Load pages into the host pools of several kinds of state."""
-        until_s = time.monotonic() + self._settings.load_timeout_s
+        """Load pages into the host pools of several kinds of state.
+
+        SGLang asks for pages that belong to the KV pages of a batch right after those. The list of
+        keys is the same one, and they share the batch's time.
+        """
+        keys, until_s = self._batch
+        if any(transfer.keys is not keys for transfer in transfers):
+            until_s = time.monotonic() + self._settings.load_timeout_s
         return self._each_pool(transfers, partial(self._load, until_s=until_s))
 
     def batch_set_v2(self, transfers: list[Any], extra_info: Any = None) -> dict[str, list[bool]]:
@@ -300,10 +315,11 @@ class KVOffloadHiCache(HiCacheStorage):  # type: ignore[misc]  # untyped base
     ) -> list[Any]:
         """Load values into tensors; return those that were loaded, and None for the rest."""
         targets = list(target_locations or [])
+        until_s = self._begin_batch(keys)
 
         def get(store: PageStore) -> list[Any]:
             pages = [[(target.data_ptr(), target.nbytes)] for target in targets]
-            ok = self._load(store, self._value_keys(keys), pages)
+            ok = self._load(store, self._value_keys(keys), pages, until_s)
             return [target if good else None for target, good in zip(targets, ok, strict=True)]
 
         return self._tried(get, [None] * len(keys))
@@ -371,7 +387,7 @@ class KVOffloadHiCache(HiCacheStorage):  # type: ignore[misc]  # untyped base
         store: PageStore,
         keys: Sequence[bytes],
         pages: Sequence[Page],
-        until_s: float | None = None,
+        until_s: float,
     ) -> list[bool]:
         begun_s = time.monotonic()
         ok = store.load(keys, pages, until_s)

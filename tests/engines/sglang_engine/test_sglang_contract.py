@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import threading
+import types
 import unittest.mock
 from urllib.error import URLError
 
@@ -19,6 +20,7 @@ from sglang.srt.mem_cache.hicache_storage import (
     PoolName,
     PoolTransfer,
 )
+from sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller import HybridCacheController
 
 from kvoffload.cli.top import fetch, of_page
 from kvoffload.connectors.sglang import KVOffloadHiCache, storage
@@ -199,6 +201,38 @@ def test_pools_of_one_call_share_its_time(attach, until, tmp_path, monkeypatch):
     assert hicache.batch_exists_v2(keys, asked).kv_hit_pages == 4
     (until_s,) = waits
     assert until_s is not None
+
+
+@pytest.mark.parametrize("v1", [0, 1])
+def test_side_pools_that_are_read_with_kv_pages_share_their_time(
+    attach, until, tmp_path, monkeypatch, v1
+):
+    """SGLang reads both in one batch, and ends itself if it cannot stop that within 10 s."""
+    planned = installed(tmp_path, monkeypatch)
+    backend = {"type": "planned", **planned.options}
+    pools = {PoolName.INDEXER: Pool()}
+    hicache = attach(Pool(), pools, [backend], v1=v1, extra={"load_timeout_s": 2.0})
+    controller = object.__new__(HybridCacheController)
+    controller.storage_backend, controller.storage_host_pool = hicache, hicache.mem_pool_host
+    read = controller._page_get_zero_copy if v1 else controller._generic_page_get
+    controller.page_get_func = read
+    keys, places = hashes(4), tokens(range(4))
+    asked = [PoolTransfer(PoolName.INDEXER, places, keys=keys, indices_from_pool=PoolName.KV)]
+    if v1:
+        hicache.batch_set_v1(keys, places)
+    else:
+        hicache.batch_set(keys, [torch.zeros(2 * PAGE * WIDTH).bfloat16() for _ in keys])
+    hicache.batch_set_v2(asked)
+    until(lambda: hicache.batch_exists_v2(keys, asked).kv_hit_pages == 4)
+    planned.set(Plan("hang", frozenset({"read"})))
+    client = hicache._store._client
+    with unittest.mock.patch.object(client, "begin", wraps=client.begin) as ordered:
+        operation = types.SimpleNamespace(request_id="r")
+        assert controller._page_transfer_kv_batch(operation, keys, places, None, asked) == 0
+    assert ordered.call_count == 1  # of the KV pages, which took all of the time
+    planned.set()
+    alone = PoolTransfer(PoolName.INDEXER, places, keys=hashes(4))  # SGLang makes a list a call
+    assert hicache.batch_get_v2([alone]) == {PoolName.INDEXER: [True] * 4}
 
 
 def test_pages_of_side_pools_and_flat_pages_are_in_sglangs_metrics(attach, until):
