@@ -67,25 +67,33 @@ class HostPool:
     """
 
     def __init__(self, pool: Any, is_v1: bool = True) -> None:
-        import torch
-
         self.pool = pool
-        if is_v1:
-            page = torch.arange(pool.page_size, dtype=torch.int64, device="cpu")
-            _, sizes = pool.get_page_buffer_meta(page) or ((), ())
-            # DeepSeek V4 has all bytes in side pools; pages of its KV pool hold none.
-            if not sizes and getattr(pool, "size_per_token", None) != 0:
-                remedy = "does not tell where its pages are, so its model is not supported"
-                raise ConfigError("mem_pool_host", type(pool).__name__, remedy)
-        else:
-            flat = pool.get_dummy_flat_data_page()
-            sizes = [flat.nbytes]
+        try:
+            sizes = self._part_bytes(is_v1)
+        except (ValueError, NotImplementedError) as error:
+            wish = "--hicache-mem-layout page_first" if is_v1 else '"interface_v1": 1'
+            remedy = f"has no pages for a storage: {error}; set {wish}, if it is not set"
+            raise ConfigError("mem_pool_host", type(pool).__name__, remedy) from error
+        # DeepSeek V4 has all bytes in side pools; pages of its KV pool hold none.
+        if not sizes and getattr(pool, "size_per_token", None) != 0:
+            remedy = "does not tell where its pages are, so its model is not supported"
+            raise ConfigError("mem_pool_host", type(pool).__name__, remedy)
         self.page_bytes = sum(sizes)
         self.facts = pool_facts(pool, list(sizes), is_v1)
         self.digest = b""
         """Of a side pool: decides, with a page's hash, the key of the page."""
         self.fits = True
         """Whether slots can take its pages."""
+
+    def _part_bytes(self, is_v1: bool) -> Sequence[int]:
+        """Return the bytes of each part of a page."""
+        import torch
+
+        if not is_v1:
+            return [self.pool.get_dummy_flat_data_page().nbytes]
+        page = torch.arange(self.pool.page_size, dtype=torch.int64, device="cpu")
+        _, sizes = self.pool.get_page_buffer_meta(page) or ((), ())
+        return sizes
 
     def pages(self, host_indices: Any, count: int) -> list[Page]:
         """Return the parts of the pages that these tokens are in."""

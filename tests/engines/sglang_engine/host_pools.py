@@ -12,9 +12,10 @@ from sglang.srt.mem_cache.device_pool_info import (
     MLABufferInfo,
 )
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig
+from sglang.srt.mem_cache.memory_pool import MHATokenToKOnlyPool
 from sglang.srt.mem_cache.memory_pool_host import DeepSeekV4PagedHostPool
 from sglang.srt.mem_cache.pool_host.mamba import MambaPoolHost
-from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
+from sglang.srt.mem_cache.pool_host.mha import MHATokenToKOnlyPoolHost, get_mha_host_pool_cls
 from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost
 from sglang.srt.mem_cache.storage.backend_factory import StorageBackendFactory
 
@@ -49,7 +50,7 @@ def hashes(count, start=0):
     return [hashlib.sha256(str(i).encode()).hexdigest() for i in range(start, start + count)]
 
 
-def host_pool(kind, layout, num_pages=NUM_PAGES):
+def host_pool(kind, layout, num_pages=NUM_PAGES, v_width=8):
     """SGLang's own host pool of some layers, with random bytes."""
     shared = {
         "page_size": PAGE, "dtype": torch.bfloat16, "device": torch.device("cpu"),
@@ -65,8 +66,10 @@ def host_pool(kind, layout, num_pages=NUM_PAGES):
         buffers = KVBuffers(
             k=rows, v=rows, k_data_ptrs=places, v_data_ptrs=places, layout=KVBufferLayout.NHD
         )
-        info = MHABufferInfo(buffers=buffers, head_num=2, head_dim=8, v_head_dim=8, **shared)
-        pool = MHATokenToKVPoolHost(info, **where)
+        info = MHABufferInfo(
+            buffers=buffers, head_num=2, head_dim=8, v_head_dim=v_width, **shared
+        )  # fmt: skip
+        pool = get_mha_host_pool_cls(info)(info, **where)
     else:
         rows = tuple(torch.zeros(num_pages * PAGE, 1, 24).bfloat16() for _ in range(LAYERS))
         info = MLABufferInfo(
@@ -75,8 +78,15 @@ def host_pool(kind, layout, num_pages=NUM_PAGES):
             **shared,
         )  # fmt: skip
         pool = MLATokenToKVPoolHost(info, **where, target_layer_num=LAYERS)
-    pool.kv_buffer.copy_(torch.randn(pool.kv_buffer.shape))
+    for part in pool.kv_buffer:
+        part.copy_(torch.randn(part.shape))
     return pool
+
+
+def index_pool(anchor, layout):
+    """SGLang's own host pool of index keys, which belong to the pages of another pool."""
+    device = MHATokenToKOnlyPool(anchor.size, PAGE, torch.bfloat16, 1, 8, LAYERS, "cpu", False)
+    return MHATokenToKOnlyPoolHost(device, anchor, layout, pin_memory=False)
 
 
 def state_pool(dtype, conv_dtype=torch.bfloat16, shape=(4, 16, 16), capacity=8):

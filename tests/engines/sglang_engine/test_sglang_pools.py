@@ -20,6 +20,7 @@ from tests.engines.sglang_engine.host_pools import (
     Pool,
     hashes,
     host_pool,
+    index_pool,
     state_pool,
     stored,
     tokens,
@@ -100,6 +101,18 @@ def test_pools_that_tell_no_page_are_refused(attach):
     anchor.size_per_token = 4
     with pytest.raises(ConfigError, match="does not tell where its pages are"):
         attach(anchor)
+
+
+def test_pools_without_pages_for_a_storage_are_refused_with_what_to_set(attach):
+    heads = host_pool("heads", "layer_first")
+    index = {PoolName.INDEXER: index_pool(heads, "layer_first")}
+    says = r"KOnlyPoolHost.*layer_first; set --hicache-mem-layout page_first"
+    with pytest.raises(ConfigError, match=says):
+        attach(heads, index)
+    narrow = host_pool("heads", "page_first", v_width=4)  # V of other heads than K
+    with pytest.raises(ConfigError, match=r'AsymmetricMHA.*set "interface_v1": 1'):
+        attach(narrow, v1=0)
+    attach(narrow, {PoolName.INDEXER: index_pool(heads, "page_first")})
 
 
 def test_recurrent_states_of_other_dtypes_and_shapes_have_other_keys():
