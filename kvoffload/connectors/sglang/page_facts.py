@@ -129,6 +129,26 @@ def _is_plain(name: str, value: Any) -> bool:
     return isinstance(value, int | str) or type(value).__name__ == "dtype"
 
 
+def check_ranks(config: Any) -> None:
+    """Refuse ranks that would find nothing: SGLang lets no rank store their pages.
+
+    One tensor-parallel rank of a MLA model stores for all. Ranks of context parallelism are among
+    those ranks, but for data-parallel attention, and their pages may differ.
+
+    Raises:
+        ConfigError: names the size of context parallelism.
+    """
+    from sglang.srt.layers.dp_attention import is_dp_attention_enabled
+
+    if config.is_mla_model and config.attn_cp_size > 1 and not is_dp_attention_enabled():
+        remedy = (
+            "rank 0 of a MLA model stores its pages for all ranks, and those of context "
+            "parallelism have other ones, so no prefix would ever be found; leave out "
+            "--enable-prefill-cp, or --hicache-storage-backend"
+        )
+        raise ConfigError("attn_cp_size", config.attn_cp_size, remedy)
+
+
 def rank_facts(config: Any) -> dict[str, Fact]:
     """Collect which part of the KV cache this rank has: all ranks of a MLA model have the same."""
     left_out = _HARMLESS_OF_RANKS | (_OF_TENSOR_RANKS if config.is_mla_model else frozenset())

@@ -27,6 +27,7 @@ from kvoffload.connectors.sglang.engine_facts import engine_facts
 from kvoffload.connectors.sglang.hicache_settings import read_settings
 from kvoffload.connectors.sglang.hooks import check_hooks
 from kvoffload.connectors.sglang.page_facts import (
+    check_ranks,
     check_version,
     differs_by_rank,
     pool_facts,
@@ -128,6 +129,7 @@ class KVOffloadHiCache(HiCacheStorage):  # type: ignore[misc]  # untyped base
         self._settings = read_settings(extra)
         check_version(self._settings.allow_untested_sglang)
         check_hooks()
+        check_ranks(storage_config)
         self._config = storage_config
         self._is_v1 = bool(extra.get("interface_v1"))
         self._kv: HostPool

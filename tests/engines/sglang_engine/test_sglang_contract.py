@@ -125,6 +125,13 @@ def test_all_ranks_of_a_mla_model_share_pages(attach, until):
     until(lambda: reader.batch_exists(keys) == 4)
 
 
+def test_ranks_of_context_parallelism_that_nobody_stores_for_are_refused(attach):
+    ranks = {"tp_rank": 1, "tp_size": 2, "attn_cp_rank": 1, "attn_cp_size": 2}
+    with pytest.raises(ConfigError, match=r"attn_cp_size.*--enable-prefill-cp"):
+        attach(Pool(), is_mla_model=True, **ranks)
+    assert attach(Pool(), **ranks)._config.is_storage_writer  # has pages of its own, and stores
+
+
 def test_a_rank_of_a_mla_model_finds_at_once_what_rank_0_has_stored(attach):
     def rank(number):
         pools = {PoolName.INDEXER: Pool()}
