@@ -31,9 +31,34 @@ def check_settings(result: None, args: Any) -> None:
     if extra.get("class_name") == CLASS["class_name"]:
         settings = read_settings(extra)
         check_version(settings.allow_untested_sglang)
+        check_role(args)
         if not settings.trust_image_hashes:
             check_media(settings, model_config_of(args))
         compile_hashes()
+
+
+def check_role(options: Any) -> None:
+    """Refuse a decode instance of a disaggregated engine.
+
+    It asks the storage for a prefix, and tells the prefill instance not to send it. So a page that
+    is lost before its load ends the request with an error. What such an instance offloads itself
+    has another namespace than the pages of prefill instances: SGLang turns its radix cache off.
+
+    Args:
+        options: SGLang's, of disaggregation.
+
+    Raises:
+        ConfigError: names the option.
+    """
+    remedy = (
+        "a decode instance answers a request with an error where a page is lost after its lookup, "
+        "and nothing finds what it offloads itself; leave out --hicache-storage-backend here, and "
+        "set it on the prefill instances"
+    )
+    if options.disaggregation_mode == "decode":
+        raise ConfigError("disaggregation_mode", "decode", remedy)
+    if options.enable_pd_role_switch and options.disaggregation_decode_enable_radix_cache:
+        raise ConfigError("disaggregation_decode_enable_radix_cache", True, remedy)
 
 
 def compile_hashes() -> None:

@@ -20,7 +20,7 @@ from sglang.srt.mem_cache.hicache_storage import (
     PoolTransferResult,
 )
 from sglang.srt.observability.metrics_collector import StorageMetrics
-from sglang.srt.runtime_context import process_model_config
+from sglang.srt.runtime_context import get_disagg, process_model_config
 
 from kvoffload.backends.log_rate import Throttle
 from kvoffload.connectors.sglang.engine_facts import engine_facts
@@ -38,7 +38,7 @@ from kvoffload.connectors.sglang.page_facts import (
 )
 from kvoffload.connectors.sglang.page_store import PageStore, num_bytes
 from kvoffload.connectors.sglang.pages_in_place import Page
-from kvoffload.connectors.sglang.start_check import check_media, compile_hashes
+from kvoffload.connectors.sglang.start_check import check_media, check_role, compile_hashes
 from kvoffload.connectors.sglang.weight_generations import WEIGHTS
 from kvoffload.errors import ConfigError
 from kvoffload.identity import namespace, short
@@ -177,6 +177,7 @@ class KVOffloadHiCache(HiCacheStorage):  # type: ignore[misc]  # untyped base
             ConfigError: a tier cannot be opened.
         """
         check_media(self._settings, process_model_config())
+        check_role(get_disagg())
         compile_hashes()
         warn_of_small_pages(self._kv.pool.page_size, self._kv.page_bytes)
         facts = rank_facts(self._config) | self._kv.facts | engine_facts(self._settings)

@@ -122,6 +122,8 @@ def attached(made, tmp_path, monkeypatch):
     monkeypatch.setattr(storage, "process_model_config", lambda: types.SimpleNamespace(**TEXT))
     monkeypatch.setattr(storage, "engine_facts", lambda settings: {"weights": "w"})
     monkeypatch.setattr(storage, "check_hooks", lambda: None)
+    plain = types.SimpleNamespace(disaggregation_mode="null", enable_pd_role_switch=False)
+    monkeypatch.setattr(storage, "get_disagg", lambda: plain)
 
     def begin(pool, side_pools=None, backends=None, v1=1, extra=None, **ranks):
         disk = {"type": "disk", "root": str(tmp_path / "kv"), "capacity": "64MiB", "min_free": 0}

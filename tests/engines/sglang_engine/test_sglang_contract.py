@@ -399,7 +399,7 @@ def test_versions_whose_keys_are_not_seeded_are_refused():
     check_version(True, "0.6.0")
 
 
-def started(python, extra, **env):
+def started(python, extra, options="", **env):
     """Resolve the arguments of a start in another process, and return what it says in the end."""
     extra = {
         "backend_name": "k", "module_path": "kvoffload.connectors.sglang",
@@ -411,7 +411,7 @@ from sglang.srt.plugins import load_plugins
 module.ServerArgs.resolve_once = lambda args: None
 load_plugins()
 args = module.ServerArgs(model_path="none", hicache_storage_backend="dynamic",
-                         hicache_storage_backend_extra_config={json.dumps(extra)!r})
+                         hicache_storage_backend_extra_config={json.dumps(extra)!r}, {options})
 args.resolve_once()
 """
     command = [*python.command, "-c", code]
@@ -423,6 +423,25 @@ args.resolve_once()
 
 def test_a_wrong_setting_ends_the_start_before_a_model_is_loaded(imported):
     assert "host memory is HiCache's own" in started(imported, {"cpu_bytes": 1})
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        "disaggregation_mode='decode'",
+        "enable_pd_role_switch=True, disaggregation_decode_enable_radix_cache=True",
+    ],
+)
+def test_a_decode_instance_is_refused(imported, options):
+    said = started(imported, {"trust_image_hashes": True}, options)
+    assert re.search("disaggregation_.*prefill instances", said)
+
+
+def test_a_decode_instance_is_refused_at_the_attach(attach, monkeypatch):
+    decode = types.SimpleNamespace(disaggregation_mode="decode")
+    monkeypatch.setattr(storage, "get_disagg", lambda: decode)
+    with pytest.raises(ConfigError, match="disaggregation_mode"):
+        attach(Pool())
 
 
 def test_a_machine_that_cannot_compile_sglangs_hashes_ends_the_start(imported, tmp_path):
