@@ -29,11 +29,12 @@ def serve_again(start, extra, asked, **options):
     return second, computed["tokens"]
 
 
-def test_two_ranks(start, prompt, tiers, disk, tmp_path):
+@pytest.mark.parametrize("parallelism", ["tp_size", "pp_size"])
+def test_two_ranks(start, prompt, tiers, disk, parallelism, tmp_path):
     port = free_port()
     extra = tiers(disk(tmp_path / "kv"), metrics_port=port)
     bind = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
-    serve_again(start, extra, prompt(1), tp_size=2, env=bind)
+    serve_again(start, extra, prompt(1), **{parallelism: 2}, env=bind)
     for rank in range(2):
         reading = of_page(fetch(f"http://127.0.0.1:{port + rank}"))
         assert reading.tiers["disk"]["hit_tokens"] == 592
@@ -58,6 +59,20 @@ def latent(tmp_path_factory):
     folder = tmp_path_factory.mktemp("latent")
     MiniCPM3ForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
     return str(folder)
+
+
+def test_host_memory_that_keeps_no_page(start, prompt, tiers, disk, tmp_path):
+    """SGLang remembers which pages are stored; it must learn that one is lost, and store it."""
+    root, asked = tmp_path / "kv", prompt(1)
+    mode = {"hicache_host_memory_mode": "buffer_only"}
+    engine, told = serve_again(start, tiers(disk(root)), asked, **mode)
+    for chunk in stored_in(root)[::5]:
+        chunk.wipe()
+    engine.forget()
+    answer = engine.generate(asked)
+    assert answer["tokens"] == told
+    assert answer["storage"] != [592]
+    engine.wait_stored(asked, told)
 
 
 def of_pool(root, number):
