@@ -135,7 +135,8 @@ def test_ranks_of_context_parallelism_that_nobody_stores_for_are_refused(attach)
 def test_a_rank_of_a_mla_model_finds_at_once_what_rank_0_has_stored(attach):
     def rank(number):
         pools = {PoolName.INDEXER: Pool()}
-        return attach(Pool(), pools, is_mla_model=True, tp_rank=number, tp_size=2)
+        patient = {"lookup_timeout_s": 8.0}
+        return attach(Pool(), pools, extra=patient, is_mla_model=True, tp_rank=number, tp_size=2)
 
     writer, reader = rank(0), rank(1)
     for turn in range(5):  # the copy of an index needs up to 2 s
