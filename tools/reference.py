@@ -112,8 +112,8 @@ and prints their JSON Schema. Passwords belong in the variable or file that `pas
         """
 `--hicache-storage-backend-extra-config` takes these keys, and `backends`, `serve`, `io`,
 `staging_bytes`, `load_timeout_s`, `store_timeout_s` and `lookup_timeout_s`. The timeouts are of one
-call of SGLang. Those of loads and lookups are at most 8 s: SGLang ends itself if it empties its
-caches while a call lasts for 10 s.
+call of SGLang. Pages of side pools that are read with KV pages share their time. Loads and lookups
+have at most 8 s: SGLang ends itself if it empties its caches while a call lasts for 10 s.
 """,
     )
     yield from struct_fields(HiCacheSettings, leave_out=engine)
