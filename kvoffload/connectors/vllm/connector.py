@@ -36,6 +36,7 @@ from kvoffload.connectors.vllm.start import (
     VllmConfigSettings,
     check_groups,
     check_layout,
+    check_prefixes,
     check_settings,
     read_settings,
     warn_of_cores,
@@ -53,8 +54,8 @@ class KVOffloadConnector(OffloadingConnector):  # type: ignore[misc]  # untyped 
     """vLLM's offloading connector with our two halves; made by vLLM, once a role and process.
 
     Raises:
-        ConfigError: a setting in ``kv_connector_extra_config`` is wrong, the KV cache or a
-            part of it cannot be offloaded, or vLLM is untested.
+        ConfigError: a setting in ``kv_connector_extra_config`` is wrong, the KV cache of the
+            model cannot be offloaded, or vLLM is untested.
     """
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
@@ -62,6 +63,7 @@ class KVOffloadConnector(OffloadingConnector):  # type: ignore[misc]  # untyped 
         check_groups(kv_cache_config)
         # Past OffloadingConnector's own constructor, which would build vLLM's halves.
         KVConnectorBase_V1.__init__(self, vllm_config, role, kv_cache_config)
+        check_prefixes(vllm_config.model_config, kv_cache_config)
         settings = check_settings(vllm_config.kv_transfer_config.kv_connector_extra_config)
         if settings.blocks_per_chunk == "auto":
             one_block = structs.replace(settings, blocks_per_chunk=1)

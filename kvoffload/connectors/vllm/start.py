@@ -146,6 +146,41 @@ def check_groups(kv_cache_config: Any) -> None:
         )
 
 
+def check_prefixes(model: Any, kv_cache_config: Any) -> None:
+    """Refuse a model that cannot go on from the KV cache of another prompt with the same beginning.
+
+    vLLM turns its own prefix cache off for such a model, and asks a connector all the same.
+
+    Args:
+        model: vLLM's ``ModelConfig``; None in tools, which have no model.
+        kv_cache_config: vLLM's; None in tools.
+
+    Raises:
+        ConfigError: names the pooler, or a layer, and the remedy.
+    """
+    from vllm.v1.kv_cache_interface import iter_layer_specs
+
+    is_pooler = model is not None and model.runner_type == "pooling"
+    if is_pooler and not model.is_prefix_caching_supported:
+        pooler = model.pooler_config
+        raise ConfigError(
+            "pooler_config",
+            f"{pooler.seq_pooling_type}, {pooler.tok_pooling_type}",
+            "needs every token of a prompt computed, and vLLM would end at the first loaded "
+            "prefix; take this connector out",
+        )
+    for group in kv_cache_config.kv_cache_groups if kv_cache_config is not None else ():
+        for spec in iter_layer_specs(group.kv_cache_spec):
+            # Prefix LM, and windows over what is generated alone.
+            if getattr(spec, "non_causal", False) or getattr(spec, "rswa_window", None):
+                raise ConfigError(
+                    "kv_connector",
+                    CONNECTOR,
+                    f"the KV cache of {group.layer_names[0]} depends on more than the tokens "
+                    "before, and another prompt would load wrong bytes; take this connector out",
+                )
+
+
 ONE_PIECE = "BLHNC"
 """The layout in which a block is one piece: the layers lie within the blocks."""
 

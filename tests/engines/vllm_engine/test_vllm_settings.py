@@ -12,10 +12,13 @@ import torch
 from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroupRole,
     KVCacheGroupSpec,
     MLAAttentionSpec,
+    RSWASpec,
+    UniformTypeKVCacheSpecs,
 )
 
 from kvoffload.connectors.vllm import register
@@ -29,6 +32,7 @@ from kvoffload.connectors.vllm.fingerprint import hash_root
 from kvoffload.connectors.vllm.start import (
     check_groups,
     check_layout,
+    check_prefixes,
     check_version,
     is_tested,
     read_settings,
@@ -218,3 +222,39 @@ def test_a_model_whose_kv_cache_vllm_offloads_in_part_alone_is_refused_with_the_
     usual = types.SimpleNamespace(cache_config=types.SimpleNamespace(kv_cache_layout=None))
     with pytest.raises(ConfigError, match="leaves out the KV cache of pages"):
         KVOffloadConnector(usual, None, sparse)
+
+
+HEADS = {"block_size": 16, "num_kv_heads": 2, "head_size": 64, "dtype": torch.bfloat16}
+
+
+def _model(runner="generate", supported=True):
+    pooler = types.SimpleNamespace(seq_pooling_type="CLS", tok_pooling_type="ALL")
+    return types.SimpleNamespace(
+        runner_type=runner, is_prefix_caching_supported=supported, pooler_config=pooler
+    )
+
+
+def _caches(*specs):
+    groups = [KVCacheGroupSpec([f"layer.{i}"], spec) for i, spec in enumerate(specs)]
+    return KVCacheConfig(num_blocks=8, kv_cache_tensors=[], kv_cache_groups=groups)
+
+
+@pytest.mark.parametrize(
+    "spec", [FullAttentionSpec(**HEADS, non_causal=True), RSWASpec(**HEADS, rswa_window=128)]
+)
+def test_a_model_whose_kv_cache_depends_on_later_tokens_is_refused_with_the_remedy(spec):
+    usual = FullAttentionSpec(**HEADS)
+    check_prefixes(_model(), _caches(usual, usual))
+    with pytest.raises(ConfigError, match=r"layer\.1.*take this connector out"):
+        check_prefixes(_model(), _caches(usual, spec))
+    mixed = UniformTypeKVCacheSpecs(block_size=16, kv_cache_specs={"a": usual, "b": spec})
+    with pytest.raises(ConfigError, match=r"layer\.0"):
+        check_prefixes(_model(), _caches(mixed))
+
+
+def test_a_pooler_for_which_vllm_keeps_no_prefixes_is_refused_with_the_remedy():
+    caches = _caches(FullAttentionSpec(**HEADS))
+    check_prefixes(_model("pooling"), caches)
+    check_prefixes(_model("generate", supported=False), caches)
+    with pytest.raises(ConfigError, match=r"pooler_config = 'CLS, ALL'.*take this connector out"):
+        check_prefixes(_model("pooling", supported=False), caches)
