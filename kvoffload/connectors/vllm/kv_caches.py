@@ -65,6 +65,20 @@ def layers_of_groups(
     }
 
 
+def has_useful_heads(kv_cache_config: Any) -> bool:
+    """Whether the first blocks of a prefix are of use without those behind them.
+
+    Not so where a load brings the last blocks alone, as of windows and recurrent states. With
+    several groups, vLLM takes no blocks at all.
+    """
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, iter_layer_specs
+
+    first, *others = kv_cache_config.kv_cache_groups
+    return not others and all(
+        isinstance(spec, FullAttentionSpec) for spec in iter_layer_specs(first.kv_cache_spec)
+    )
+
+
 def cut(theirs: Any, group_ids: Sequence[int], layout: ChunkLayout) -> Moves:
     """Cut the GPU end of a job into chunks; the first and the last of a group may be parts.
 

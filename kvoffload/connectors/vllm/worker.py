@@ -1,7 +1,7 @@
 """The worker half, one a rank: vLLM's, with our transfers, and with failures told.
 
-A failed load is not an error here. The worker reports its blocks (one KV cache group) or its
-request (several groups), and vLLM computes them. The step's report carries the verdict on each
+A failed load is not an error here. The worker reports its blocks (one KV cache group of full
+attention) or its request, and vLLM computes them. The step's report carries the verdict on each
 chunk to the scheduler half.
 """
 
@@ -28,6 +28,7 @@ from kvoffload.connectors.vllm.kv_caches import (
     StoreBatch,
     canonical,
     cut,
+    has_useful_heads,
     layers_of_groups,
 )
 from kvoffload.connectors.vllm.self_test import check_tiers
@@ -328,7 +329,7 @@ class KVOffloadWorker(OffloadingConnectorWorker):  # type: ignore[misc]  # untyp
         ]
         if bad:
             self._transfers.figures.counter(EVENTS)["recomputed_blocks"] += len(bad)
-            if len(self.kv_cache_config.kv_cache_groups) == 1:
+            if has_useful_heads(self.kv_cache_config):
                 self._failed_blocks.update(bad)
             else:
                 self._failed_requests.add(load.req_id)

@@ -84,6 +84,39 @@ def test_lookups_that_are_never_answered_end_in_time(hybrid, prompts, set_plan):
     assert hybrid.ask("quiet")["vllm:kvoffload_host_chunks_busy"] == 0
 
 
+# ---- windows alone ----
+
+
+def test_after_a_failed_load_of_windows_alone_a_prompt_is_computed_from_its_start(
+    start, prompts, faulty_tier
+):
+    """A load brings the last window, and no block before the first one that failed."""
+    env, _, set_plan = faulty_tier
+    alone = {"layer_types": ["sliding_attention"] * 4}
+    engine = start({"cpu_bytes": "64MiB"}, kind="sliding", env=env, hf_overrides=alone)
+    wanted = prompts(2, 740)
+    told = engine.generate(wanted)["tokens"]
+    forget(engine)
+    set_plan(copy={"fault": "fail"})
+    answer = engine.generate(wanted)
+    set_plan()
+    assert answer["tokens"] == told
+    assert counter(engine, "events recomputed_blocks") > 0
+    engine.kill()
+
+
+# ---- poolers ----
+
+
+def test_a_pooler_that_needs_every_token_is_refused_at_the_start(start):
+    pooler = {"runner": "pooling", "convert": "embed"}
+    mean = {"pooler_config": {"seq_pooling_type": "MEAN"}}
+    engine = start({"cpu_bytes": "64MiB"}, ready=False, **pooler, **mean)
+    assert "error" in engine.answer()
+    assert "pooler_config = 'MEAN, " in engine.log
+    engine.kill()
+
+
 # ---- several blocks a chunk, stored when seen a second time ----
 
 
