@@ -23,6 +23,7 @@ from vllm.v1.kv_offload.base import CanonicalKVCaches as VllmCaches
 from vllm.v1.kv_offload.base import OffloadingMetricMetadata, OffloadingSpec
 from vllm.v1.kv_offload.base import OffloadingWorker as VllmWorker
 
+from kvoffload.connectors.vllm import withheld_stores
 from kvoffload.connectors.vllm.auto_chunks import choose_blocks_per_chunk
 from kvoffload.connectors.vllm.client_requests import refuse_weak_hashes, warn_of_images
 from kvoffload.connectors.vllm.engine_metrics import EngineStats, metric_definitions
@@ -147,7 +148,9 @@ class KVOffloadConnector(OffloadingConnector):  # type: ignore[misc]  # untyped 
         return self._has_served or bool(super().has_pending_push_work())
 
     def update_connector_output(self, connector_output: Any) -> None:
-        """Take in the workers' report, if there is one."""
+        """Take in the workers' report, if there is one, and what any connector failed to load."""
+        if connector_output.invalid_block_ids:
+            withheld_stores.fail_after(self.scheduler, connector_output.invalid_block_ids)
         if connector_output.kv_connector_worker_meta is not None:
             self._has_stats = self._has_events = True
             self.scheduler.update_connector_output(connector_output)

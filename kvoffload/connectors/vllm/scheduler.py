@@ -317,6 +317,8 @@ class KVOffloadScheduler(OffloadingConnectorScheduler):  # type: ignore[misc]  #
     def request_finished(self, request: Any) -> tuple[bool, dict[str, Any] | None]:
         """See vLLM; the result goes out with the request's output."""
         delayed, params = super().request_finished(request)
+        if (status := self._req_status.get(request.request_id)) is not None:
+            withheld_stores.bar_uncomputed(status)
         # vLLM's half ends it a step later.
         self.adapter.manager.request_admitted(ReqContext(request.request_id))
         return delayed, self._explained.finish(request.request_id, params)

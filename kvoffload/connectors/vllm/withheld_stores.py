@@ -3,7 +3,7 @@
 Stores of wrong bytes are withheld, and so are loads that it takes for stores.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Set
 from copy import copy
 from typing import Any
 
@@ -75,6 +75,34 @@ def bar_computing(half: Any) -> None:
     for status in half._req_status.values():
         if status.req.num_computed_tokens:
             status.max_offload_tokens = 0
+
+
+def fail_after(half: Any, block_ids: Set[int]) -> None:
+    """Let stores in flight fail whose requests computed on blocks that were not loaded.
+
+    Another connector, in ``MultiConnector``, may load within a step. vLLM tells of a failure at its
+    end. Then it computes the request again, in the same blocks.
+
+    Args:
+        half: our scheduler half.
+        block_ids: what any connector failed to load.
+    """
+    for status in half._req_status.values():
+        if not all(block_ids.isdisjoint(group.block_ids) for group in status.group_states):
+            half._table.fail_stores(status.transfer_jobs)
+
+
+def bar_uncomputed(status: Any) -> None:
+    """Let an ended request store no more of its prompt than it has computed.
+
+    vLLM's half takes a prompt for computed when an error ends its request.
+
+    Args:
+        status: vLLM's state of the request.
+    """
+    computed, most = status.req.num_computed_tokens, status.max_offload_tokens
+    if computed < status.req.num_prompt_tokens:
+        status.max_offload_tokens = computed if most is None else min(most, computed)
 
 
 def bar_changed_adapters(half: Any, scheduler_output: Any) -> None:

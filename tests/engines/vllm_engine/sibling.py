@@ -39,6 +39,41 @@ class IdleConnector(KVConnectorBase_V1):
         pass
 
 
+LOST_BLOCKS = 10
+
+
+@dataclass
+class Lost(KVConnectorMetadata):
+    blocks: set[int]
+
+
+class LosingConnector(IdleConnector, SupportsHMA):
+    """Promises the beginning of each long prompt within the step, and loads nothing of it."""
+
+    def __init__(self, vllm_config, role, kv_cache_config=None):
+        super().__init__(vllm_config, role, kv_cache_config)
+        self._tokens = LOST_BLOCKS * vllm_config.cache_config.block_size
+        self._blocks = set()
+
+    def get_num_new_matched_tokens(self, request, num_computed_tokens):
+        has_more = not num_computed_tokens and request.num_tokens > self._tokens
+        return (self._tokens if has_more else 0), False
+
+    def update_state_after_alloc(self, request, blocks, num_external_tokens):
+        if num_external_tokens:
+            self._blocks.update(blocks.get_block_ids()[0][:LOST_BLOCKS])
+
+    def build_connector_meta(self, scheduler_output):
+        lost, self._blocks = Lost(self._blocks), set()
+        return lost
+
+    def get_block_ids_with_load_errors(self):
+        return self._connector_metadata.blocks
+
+    def request_finished_all_groups(self, request, block_ids):
+        return False, None
+
+
 @dataclass
 class Address(KVConnectorHandshakeMetadata):
     port: int

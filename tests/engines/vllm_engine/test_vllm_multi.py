@@ -71,3 +71,21 @@ def test_beside_vllms_example_connector_both_serve(start, prompts, tmp_path):
     assert [again["tokens"], again["cached"]] == [told, [992]]
     assert engine.ask("quiet")["vllm:kv_offload_load_bytes"] > 0
     engine.kill()
+
+
+def test_nothing_is_stored_that_is_computed_on_what_another_connector_failed_to_load(
+    start, prompts, tmp_path
+):
+    """vLLM computes the request again, and the connector learns of it after it ordered stores."""
+    losing = {"kv_connector": "LosingConnector", "kv_connector_module_path": "sibling"}
+    pair = several(ours(tmp_path / "kv", OURS), losing)
+    engine = start(kv_transfer_config=pair, env={"PYTHONPATH": str(HERE)})
+    warm, wanted = prompts(2, 1000)
+    engine.generate([warm])
+    engine.ask("quiet")
+    assert engine.ask("reset")  # blocks hold what others have computed
+    told = engine.generate([wanted])["tokens"]
+    engine.ask("quiet")
+    assert engine.ask("reset")
+    assert engine.generate([wanted])["tokens"] == told
+    engine.kill()

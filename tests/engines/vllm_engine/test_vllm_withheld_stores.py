@@ -9,6 +9,8 @@ import pytest
 
 pytest.importorskip("vllm.version", reason="vLLM is not installed; see make test-vllm")
 
+from vllm.v1.request import RequestStatus
+
 from benchmarks.vllm_parts.halves import BLOCK
 from kvoffload.connectors.vllm.connector import with_settings
 from kvoffload.connectors.vllm.kv_caches import cut
@@ -96,6 +98,18 @@ def test_a_request_preempted_by_a_reset_is_computed_and_stored_again(halves):
     rig.quiet()
     assert request.is_finished()
     assert held(half, request) >= 12
+
+
+def test_a_request_that_an_error_ends_within_its_prompt_stores_what_it_computed(halves):
+    rig = halves()
+    half = rig.scheduler.connector.connector_scheduler
+    rig.add(random.Random(1).choices(range(3, 512), k=8192 - 12 * BLOCK - 3), 2)
+    request = rig.add(random.Random(2).choices(range(3, 512), k=20 * BLOCK), 2)
+    rig.step()
+    assert request.num_computed_tokens == 12 * BLOCK + 3
+    rig.scheduler.finish_requests(request.request_id, RequestStatus.FINISHED_ERROR)
+    rig.quiet()
+    assert held(half, request) == 12
 
 
 def held(half, request):
