@@ -190,6 +190,13 @@ class KVOffloadConnector(OffloadingConnector):  # type: ignore[misc]  # untyped 
         self.reset_cache()
 
     def handle_preemptions(self, kv_connector_metadata: StepMetadata) -> None:
+        """Before each step; see the worker half.
+
+        With drafts, vLLM's Model Runner V1 ends a step on the last stage of a pipeline alone.
+        """
+        if self._connector_metadata is not None:
+            self.wait_for_save()
+            self.clear_connector_metadata()
         self.connector_worker.handle_preemptions(kv_connector_metadata)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:

@@ -7,6 +7,8 @@ import pytest
 
 pytest.importorskip("vllm.version", reason="vLLM is not installed; see make test-vllm")
 
+from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunnerMixin
+
 from benchmarks.vllm_parts.halves import BLOCK
 
 
@@ -35,3 +37,23 @@ def test_a_request_that_a_reset_preempts_loads_its_chunks_at_once(halves, blocks
     assert request.is_finished()
     assert request.num_output_tokens == 20
     assert not half._jobs
+
+
+def test_a_preempted_request_does_not_wait_for_stores_of_a_stage_that_ends_no_step(
+    halves, monkeypatch
+):
+    """With drafts, runner V1 ends steps on the last stage of a pipeline alone."""
+    begin = KVConnectorModelRunnerMixin.maybe_get_kv_connector_output
+
+    def without_end(output):
+        return begin(output, defer_finalize=output.total_num_scheduled_tokens > 0)
+
+    runner = "maybe_get_kv_connector_output"
+    monkeypatch.setattr(KVConnectorModelRunnerMixin, runner, staticmethod(without_end))
+    rig = halves()
+    request = rig.add(random.Random(1).choices(range(3, 512), k=10 * BLOCK + 5), 20)
+    rig.step()
+    assert rig.scheduler.reset_prefix_cache(reset_running_requests=True, reset_connector=False)
+    rig.quiet()
+    assert request.is_finished()
+    assert not rig.scheduler.connector.connector_scheduler._jobs
