@@ -129,9 +129,10 @@ def bar_changed_adapters(half: Any, scheduler_output: Any) -> None:
 
 
 def without_barred(half: Any, scheduler_output: Any) -> Any:
-    """Return vLLM's output of a step without the states that barred requests hand over.
+    """Return vLLM's output of a step without the states beyond the limits of their requests.
 
-    There vLLM takes a limit of 0 tokens for none.
+    There vLLM takes a limit of 0 tokens for none, and ends at a state within a block that is beyond
+    any other limit.
 
     Args:
         half: vLLM's scheduler half.
@@ -142,11 +143,12 @@ def without_barred(half: Any, scheduler_output: Any) -> Any:
     if not handoffs:
         return scheduler_output
     output, output.kv_connector_block_state = copy(scheduler_output), copy(state)
-    output.kv_connector_block_state.boundary_state_offloads = {
-        req_id: entries
-        for req_id, entries in handoffs.items()
-        if (status := half._req_status.get(req_id)) is None or status.max_offload_tokens != 0
-    }
+    output.kv_connector_block_state.boundary_state_offloads = left = {}
+    for req_id, entries in handoffs.items():
+        status = half._req_status.get(req_id)
+        most = status.max_offload_tokens if status is not None else None
+        if within := [each for each in entries if most is None or each[2] <= most]:
+            left[req_id] = within
     return output
 
 

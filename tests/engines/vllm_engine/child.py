@@ -40,14 +40,17 @@ def main() -> None:
         uuids: list[str] | None = None,
         abort: dict[str, int] | None = None,
         hints: dict[str, Any] | None = None,
+        wishes: dict[str, Any] | None = None,
         limit_s: float = 300.0,
     ) -> dict[str, Any]:
         """Run prompts together.
 
         ``images`` gives a prompt an image of noise, by its seed, ``uuids`` the name under which a
         client sends it; ``abort`` maps a prompt's place to
-        the step it is aborted at; ``hints`` are all prompts' wishes of kvoffload.
+        the step it is aborted at; ``hints`` are all prompts' wishes of kvoffload, and ``wishes``
+        those that vLLM names.
         """
+        asked_for = {**(wishes or {}), **({"kvoffload": hints} if hints else {})}
         numbers: dict[str, int] = {}
         for i, prompt in enumerate(prompts):
             name = f"r{next(ids)}"
@@ -64,7 +67,7 @@ def main() -> None:
                 temperature=0,
                 max_tokens=max_tokens if isinstance(max_tokens, int) else max_tokens[i],
                 ignore_eos=True,
-                extra_args={"kv_transfer_params": {"kvoffload": hints}} if hints else None,
+                extra_args={"kv_transfer_params": asked_for} if asked_for else None,
             )
             engine.add_request(name, asked, params, lora_request=lora)
         tokens: list[list[int] | None] = [None] * len(prompts)

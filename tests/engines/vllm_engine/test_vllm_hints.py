@@ -95,3 +95,16 @@ def test_a_request_learns_what_failed_on_its_way(engine, begin, root, prompts):
     assert answer["cached"] == [0]
     assert told(answer) == ["corrupt"] * CHUNKS
     again.kill()
+
+
+def test_a_limit_that_ends_before_a_state_within_a_block_ends_no_engine(start, prompts):
+    """With hits within blocks, vLLM hands over the state before a prompt's last tokens."""
+    engine = start({"cpu_bytes": "64MiB"}, kind="conv", prefix_match_unit=16, max_num_seqs=1)
+    wanted = prompts(1, 310)
+    told = engine.generate(wanted, wishes={"max_offload_tokens": 64})["tokens"]
+    forget_gpu(engine)
+    for cached in (0, 304):  # the first of these stores all
+        again = engine.generate(wanted)
+        assert (again["tokens"], again["cached"]) == (told, [cached])
+        forget_gpu(engine)
+    engine.kill()
