@@ -184,6 +184,9 @@ class KVOffloadScheduler(OffloadingConnectorScheduler):  # type: ignore[misc]  #
         if self._awaits_reports:
             return None, False
         status = self._req_status[request.request_id]
+        if getattr(request, "resumable", False):  # old keys may have a token that it dropped
+            for group in status.group_states:
+                group.offload_keys = []
         notes = notes_of(status.req_context)
         if self._spans is not None and not notes.was_answered:
             self._spans.lookup_began(request.request_id)
