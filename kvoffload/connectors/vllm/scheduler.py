@@ -460,8 +460,15 @@ class KVOffloadScheduler(OffloadingConnectorScheduler):  # type: ignore[misc]  #
             self.generations.begin()
 
     def empty_host_memory(self) -> None:
-        """Empty it between two steps; what is computing now is not stored any more."""
+        """Empty it between two steps; what is computing now is not stored any more.
+
+        vLLM's half asserts that no reset came before in the same time, whose jobs are to be flushed
+        yet. An update of the weights is one, and the user's reset comes behind it.
+        """
+        earlier = set(self._current_batch_jobs_to_flush)
+        self._current_batch_jobs_to_flush.clear()
         super().reset_cache()
+        self._current_batch_jobs_to_flush.update(earlier)
         withheld_stores.bar_computing(self)
         self._due.again(self._req_status)
         self._table.mark_stale()

@@ -86,6 +86,19 @@ def test_a_request_that_computes_at_a_reset_stores_nothing_after_it(halves):
     assert held(half, running) == 0
 
 
+def test_a_second_reset_before_the_next_step_leaves_what_the_first_one_flushes(halves):
+    rig = halves()
+    half = rig.scheduler.connector.connector_scheduler
+    request = rig.add(random.Random(1).choices(range(3, 512), k=10 * BLOCK), 3)
+    rig.step()
+    (store,) = half._jobs
+    rig.scheduler.connector.weights_may_have_changed("update_weights")
+    rig.scheduler.reset_prefix_cache(reset_connector=True)
+    assert rig.step().kv_connector_metadata.jobs_to_flush == {store}
+    rig.quiet()
+    assert request.is_finished()
+
+
 def test_a_request_preempted_by_a_reset_is_computed_and_stored_again(halves):
     rig = halves(offload_prompt_only=False)
     half = rig.scheduler.connector.connector_scheduler
