@@ -29,15 +29,14 @@ from kvoffload.connectors.vllm.client_requests import refuse_weak_hashes, warn_o
 from kvoffload.connectors.vllm.engine_metrics import EngineStats, metric_definitions
 from kvoffload.connectors.vllm.engine_weights import hash_adapters, watch_weights
 from kvoffload.connectors.vllm.fingerprint import hash_root
+from kvoffload.connectors.vllm.kv_caches import check_groups, check_prefixes
 from kvoffload.connectors.vllm.manager_adapter import ManagerAdapter, notes_of
 from kvoffload.connectors.vllm.operators import wake_for_operators
 from kvoffload.connectors.vllm.quiet_steps import KnownLookup
 from kvoffload.connectors.vllm.scheduler import KVOffloadScheduler
 from kvoffload.connectors.vllm.start import (
     VllmConfigSettings,
-    check_groups,
     check_layout,
-    check_prefixes,
     check_settings,
     read_settings,
     warn_of_cores,

@@ -1,5 +1,7 @@
 """vLLM's view of its KV cache and of its stores → ours: canonical tensors, ends of transfers.
 
+Models whose KV cache loads would not restore are refused.
+
 All stores of a step are one transfer, whose result is one result for each of them.
 
 With multi-head latent attention every rank of a tensor parallel group has the whole KV cache. One
@@ -16,6 +18,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from kvoffload.connectors.vllm.start import CONNECTOR
+from kvoffload.errors import ConfigError
 from kvoffload.messages import (
     BackendLoadStoreSpec,
     CanonicalKVCacheRef,
@@ -28,6 +32,73 @@ from kvoffload.messages import (
     TransferSpec,
 )
 from kvoffload.transfer.layout import ChunkLayout, Moves, joined
+
+# ---- Models that cannot be offloaded ----
+
+
+def check_groups(kv_cache_config: Any) -> None:
+    """Refuse a model of which vLLM's offloading moves a part alone, where a load restores a prefix.
+
+    With HiSparse the KV cache lies in pages of the host, and vLLM's offloading moves the index of
+    it. After a load vLLM would read pages that have no bytes.
+
+    Args:
+        kv_cache_config: vLLM's; None in tools, which have no groups.
+
+    Raises:
+        ConfigError: names the layers and the remedy.
+    """
+    from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import (
+        get_offloading_group_ids,
+    )
+
+    if kv_cache_config is None:
+        return
+    needed = set(kv_cache_config.prefix_cacheable_group_ids)
+    if left := needed.difference(get_offloading_group_ids(kv_cache_config)):
+        layers = [kv_cache_config.kv_cache_groups[i].layer_names[0] for i in sorted(left)]
+        raise ConfigError(
+            "kv_connector",
+            CONNECTOR,
+            f"vLLM's offloading leaves out the KV cache of {', '.join(layers)}, and a load would "
+            "bring wrong bytes; take this connector out, or HiSparseConnector",
+        )
+
+
+def check_prefixes(model: Any, kv_cache_config: Any) -> None:
+    """Refuse a model that cannot go on from the KV cache of another prompt with the same beginning.
+
+    vLLM turns its own prefix cache off for such a model, and asks a connector all the same.
+
+    Args:
+        model: vLLM's ``ModelConfig``; None in tools, which have no model.
+        kv_cache_config: vLLM's; None in tools.
+
+    Raises:
+        ConfigError: names the pooler, or a layer, and the remedy.
+    """
+    from vllm.v1.kv_cache_interface import iter_layer_specs
+
+    is_pooler = model is not None and model.runner_type == "pooling"
+    if is_pooler and not model.is_prefix_caching_supported:
+        pooler = model.pooler_config
+        raise ConfigError(
+            "pooler_config",
+            f"{pooler.seq_pooling_type}, {pooler.tok_pooling_type}",
+            "needs every token of a prompt computed, and vLLM would end at the first loaded "
+            "prefix; take this connector out",
+        )
+    for group in kv_cache_config.kv_cache_groups if kv_cache_config is not None else ():
+        for spec in iter_layer_specs(group.kv_cache_spec):
+            # Prefix LM, and windows over what is generated alone.
+            if getattr(spec, "non_causal", False) or getattr(spec, "rswa_window", None):
+                raise ConfigError(
+                    "kv_connector",
+                    CONNECTOR,
+                    f"the KV cache of {group.layer_names[0]} depends on more than the tokens "
+                    "before, and another prompt would load wrong bytes; take this connector out",
+                )
+
 
 # ---- Of the GPU ----
 

@@ -29,10 +29,9 @@ from kvoffload.connectors.vllm.connector import (
     warn_of_settings,
 )
 from kvoffload.connectors.vllm.fingerprint import hash_root
+from kvoffload.connectors.vllm.kv_caches import check_groups, check_prefixes
 from kvoffload.connectors.vllm.start import (
-    check_groups,
     check_layout,
-    check_prefixes,
     check_version,
     is_tested,
     read_settings,
