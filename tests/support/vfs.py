@@ -11,7 +11,8 @@ import signal
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
-from typing import TypeVar
+from functools import partial
+from typing import Any, TypeVar
 
 from kvoffload.backends.disk.vfs import Buffers, Vfs
 
@@ -19,7 +20,7 @@ T = TypeVar("T")
 
 
 class HookedVfs(Vfs):
-    """Every call passes through :meth:`around`, which knows its name and path."""
+    """Every call passes through :meth:`around`, which knows its name and path; see below."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -30,13 +31,11 @@ class HookedVfs(Vfs):
         return perform()
 
     def open(self, path: str, flags: int) -> int:
-        """See :class:`Vfs`."""
         fd = self.around("open", path, lambda: Vfs.open(self, path, flags))
         self._paths[fd] = path
         return fd
 
     def open_cached(self, name: bytes, flags: int, folder_fd: int | None = None) -> int:
-        """See :class:`Vfs`."""
         path = os.fsdecode(name)
         opened = self.around("open_cached", path, lambda: Vfs.open_cached(name, flags, folder_fd))
         self._paths[opened] = path
@@ -58,50 +57,6 @@ class HookedVfs(Vfs):
             if not closed:
                 Vfs.close(self, fd)
 
-    def fstat(self, fd: int) -> os.stat_result:
-        """See :class:`Vfs`."""
-        return self.around("fstat", self._paths[fd], lambda: Vfs.fstat(fd))
-
-    def lstat(self, path: str) -> os.stat_result:
-        """See :class:`Vfs`."""
-        return self.around("lstat", path, lambda: Vfs.lstat(self, path))
-
-    def preadv(self, fd: int, buffers: Buffers, offset: int) -> int:
-        """See :class:`Vfs`."""
-        path = self._paths[fd]
-        return self.around("preadv", path, lambda: Vfs.preadv(fd, buffers, offset))
-
-    def pwritev(self, fd: int, buffers: Buffers, offset: int) -> int:
-        """See :class:`Vfs`."""
-        path = self._paths[fd]
-        return self.around("pwritev", path, lambda: Vfs.pwritev(fd, buffers, offset))
-
-    def is_cached(self, fd: int, length: int, offset: int = 0) -> bool:
-        """See :class:`Vfs`."""
-        path = self._paths[fd]
-        return self.around("is_cached", path, lambda: Vfs.is_cached(fd, length, offset))
-
-    def punch(self, fd: int, offset: int, length: int) -> None:
-        """See :class:`Vfs`."""
-        self.around("punch", self._paths[fd], lambda: Vfs.punch(fd, offset, length))
-
-    def read_cached(self, fd: int, buffers: Buffers, offset: int) -> int:
-        """See :class:`Vfs`."""
-        path = self._paths[fd]
-        return self.around("read_cached", path, lambda: Vfs.read_cached(fd, buffers, offset))
-
-    def start_writeback(self, fd: int) -> None:
-        """See :class:`Vfs`."""
-        self.around("start_writeback", self._paths[fd], lambda: Vfs.start_writeback(fd))
-
-    def bypass_cache(self, fd: int) -> None:
-        """See :class:`Vfs`."""
-        self.around("bypass_cache", self._paths[fd], lambda: Vfs.bypass_cache(fd))
-
-    def fsync(self, fd: int) -> None:
-        """See :class:`Vfs`."""
-        self.around("fsync", self._paths[fd], lambda: Vfs.fsync(fd))
-
     def rename(self, source: str, target: str) -> None:
         """See :class:`Vfs`; ``take`` is the removal of a chunk whose file is to be overwritten."""
         is_taken = kind_of(source) == "chunk" and kind_of(target) == "temporary"
@@ -111,42 +66,30 @@ class HookedVfs(Vfs):
             if opened == source:
                 self._paths[fd] = target
 
-    def unlink(self, path: str) -> None:
-        """See :class:`Vfs`."""
-        self.around("unlink", path, lambda: Vfs.unlink(self, path))
-
-    def mkdir(self, path: str) -> None:
-        """See :class:`Vfs`."""
-        self.around("mkdir", path, lambda: Vfs.mkdir(self, path))
-
-    def rmdir(self, path: str) -> None:
-        """See :class:`Vfs`."""
-        self.around("rmdir", path, lambda: Vfs.rmdir(self, path))
-
-    def listdir(self, path: str) -> list[str]:
-        """See :class:`Vfs`."""
-        return self.around("listdir", path, lambda: Vfs.listdir(self, path))
-
     def listfacts(self, path: str) -> Iterator[tuple[str, os.stat_result]]:
-        """See :class:`Vfs`."""
         return self.around("listdir", path, lambda: iter([*Vfs.listfacts(self, path)]))
 
-    def statvfs(self, path: str) -> os.statvfs_result:
-        """See :class:`Vfs`."""
-        return self.around("statvfs", path, lambda: Vfs.statvfs(self, path))
 
-    def utime(self, path: str, atime_ns: int, mtime_ns: int) -> None:
-        """See :class:`Vfs`."""
-        self.around("utime", path, lambda: Vfs.utime(self, path, atime_ns, mtime_ns))
+OF_DESCRIPTORS = (
+    "fstat", "preadv", "pwritev", "is_cached", "punch", "read_cached", "start_writeback",
+    "bypass_cache", "fsync", "lock_part", "flock",
+)  # fmt: skip
+OF_PATHS = ("lstat", "unlink", "mkdir", "rmdir", "listdir", "statvfs", "utime")
+"""Calls that are hooked by their names alone; the first argument is a descriptor, or the path."""
 
-    def lock_part(self, fd: int, kind: int, offset: int, length: int) -> None:
-        """See :class:`Vfs`."""
-        path = self._paths[fd]
-        self.around("lock_part", path, lambda: Vfs.lock_part(fd, kind, offset, length))
 
-    def flock(self, fd: int, operation: int) -> None:
-        """See :class:`Vfs`."""
-        self.around("flock", self._paths[fd], lambda: Vfs.flock(self, fd, operation))
+def _hooked(call: str, path_of: Callable[[HookedVfs, Any], str]) -> Callable[..., Any]:
+    def method(self: HookedVfs, what: Any, *rest: Any) -> Any:
+        perform = partial(getattr(super(HookedVfs, self), call), what, *rest)
+        return self.around(call, path_of(self, what), perform)
+
+    return method
+
+
+for _call in OF_DESCRIPTORS:
+    setattr(HookedVfs, _call, _hooked(_call, lambda vfs, fd: vfs._paths[fd]))
+for _call in OF_PATHS:
+    setattr(HookedVfs, _call, _hooked(_call, lambda vfs, path: path))
 
 
 class FailingVfs(HookedVfs):
@@ -327,6 +270,11 @@ def kind_of(path: str) -> str:
     if len(name) == 2:
         return "shard"
     return "chunk" if len(above) == 2 else "root"
+
+
+def calls_on(kind: str, *calls: str) -> Callable[[str, str], bool]:
+    """Choose these calls on paths of a kind, see :func:`kind_of`."""
+    return lambda call, path: call in calls and kind_of(path) == kind
 
 
 EVERY_ERROR = (errno.EIO, errno.ENOSPC, errno.EMFILE, errno.EINTR, errno.EACCES, None)

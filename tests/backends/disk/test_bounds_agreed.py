@@ -14,7 +14,7 @@ from disk_parts import ON_DISK, chunk_bytes, open_disk, until, write
 from kvoffload.backends.disk.paths import BOUNDS
 from kvoffload.config import ByteSize
 from kvoffload.testing.backends import keys_of
-from tests.support.vfs import FailingVfs, kind_of
+from tests.support.vfs import FailingVfs, calls_on
 
 MIB = 1 << 20
 
@@ -216,9 +216,7 @@ async def test_limits_damaged_under_a_running_engine_hold_for_the_next_engine(tm
 
 
 async def test_an_engine_opens_where_its_limits_cannot_be_recorded(tmp_path, caplog):
-    broken = FailingVfs(
-        1, 28, sticky=True, when=lambda call, path: call == "rename" and kind_of(path) == "bounds"
-    )
+    broken = FailingVfs(1, 28, sticky=True, when=calls_on("bounds", "rename"))
     backend = open_disk(tmp_path, vfs=broken)
     assert await write(backend, keys_of(2)) == [True, True]
     assert sum(BOUNDS in record.getMessage() for record in caplog.records) == 1

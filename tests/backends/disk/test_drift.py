@@ -20,7 +20,7 @@ from kvoffload.backends.disk.paths import shard_of
 from kvoffload.backends.disk.scanner import Scanner
 from kvoffload.config import ByteSize
 from kvoffload.testing.backends import filled, keys_of, slots
-from tests.support.vfs import FailingVfs, HookedVfs, StuckVfs, kind_of
+from tests.support.vfs import FailingVfs, HookedVfs, StuckVfs, calls_on, kind_of
 
 FULL = full(8)
 
@@ -55,12 +55,7 @@ async def test_a_root_that_was_emptied_while_nothing_used_it_is_counted_anew(tmp
 
 
 async def test_files_that_could_not_be_removed_for_a_while_leave_later(tmp_path):
-    vfs = FailingVfs(
-        0,
-        errno.EIO,
-        sticky=True,
-        when=lambda c, p: c in ("unlink", "take") and kind_of(p) == "chunk",
-    )
+    vfs = FailingVfs(0, errno.EIO, sticky=True, when=calls_on("chunk", "unlink", "take"))
     backend = open_disk(tmp_path, vfs=vfs, **FULL)
     assert await write(backend, keys_of(8)) == [True] * 8
     vfs.nth = 1
@@ -300,15 +295,11 @@ def test_what_cannot_be_looked_at_does_not_end_inspect_and_is_no_success_for_ver
     (folder,) = tmp_path.glob("?" * 64)
     (folder / "manifest.json").unlink()
     os.mkfifo(folder / "manifest.json")
-    failing = FailingVfs(
-        1, errno.EIO, sticky=True, when=lambda c, p: c == "listdir" and kind_of(p) == "shard"
-    )
+    failing = FailingVfs(1, errno.EIO, sticky=True, when=calls_on("shard", "listdir"))
     report = verify(DiskInspector(str(tmp_path), failing), Check(repair=True)).figures
     assert report["chunks"] == 0
     assert report["reasons"] == {"io_EIO": 256}
-    read_only = FailingVfs(
-        1, errno.EROFS, sticky=True, when=lambda c, p: c == "open" and kind_of(p) == "ledger"
-    )
+    read_only = FailingVfs(1, errno.EROFS, sticky=True, when=calls_on("ledger", "open"))
     found = survey(DiskInspector(str(tmp_path), read_only))
     assert found.figures["ledger_bytes"] is None
     assert found.held[0].chunks == 3

@@ -21,7 +21,7 @@ from kvoffload.backends.disk.vfs import Vfs
 from kvoffload.backends.header import namespace_digest
 from kvoffload.config import ByteSize, human_bytes
 from kvoffload.testing.backends import keys_of, slots
-from tests.support.vfs import FailingVfs, HookedVfs, kind_of
+from tests.support.vfs import FailingVfs, HookedVfs, calls_on, kind_of
 
 TICK_S = 0.02
 
@@ -201,9 +201,7 @@ async def test_a_snapshot_holds_the_chunks_of_its_own_namespace_alone(tmp_path):
 
 
 async def test_a_snapshot_that_cannot_be_written_is_counted_and_leaves_no_file(tmp_path, caplog):
-    vfs = FailingVfs(
-        1, errno.ENOSPC, sticky=True, when=lambda c, p: c == "rename" and kind_of(p) == "snapshot"
-    )
+    vfs = FailingVfs(1, errno.ENOSPC, sticky=True, when=calls_on("snapshot", "rename"))
     backend = open_disk(tmp_path, vfs=vfs)
     assert await write(backend, keys_of(1)) == [True]
     await backend.close()
@@ -274,9 +272,7 @@ async def test_folders_that_cannot_be_listed_are_counted_and_their_chunks_stay_k
     keys = keys_of(3)
     assert await write(first, keys) == [True] * 3
     await first.close()
-    vfs = FailingVfs(
-        1, errno.EIO, sticky=True, when=lambda c, p: c == "listdir" and kind_of(p) == "shard"
-    )
+    vfs = FailingVfs(1, errno.EIO, sticky=True, when=calls_on("shard", "listdir"))
     backend = open_disk(tmp_path, vfs=vfs)
     assert backend.counters()["look_failed"] >= 1
     assert messages(caplog, os.strerror(errno.EIO))
@@ -303,9 +299,7 @@ async def test_a_folder_put_in_order_is_logged_as_in_use_again(tmp_path, caplog)
 
 
 async def test_folders_that_cannot_be_made_again_are_counted_and_logged(tmp_path, caplog):
-    vfs = FailingVfs(
-        0, errno.ENOSPC, sticky=True, when=lambda c, p: c == "mkdir" and kind_of(p) == "namespace"
-    )
+    vfs = FailingVfs(0, errno.ENOSPC, sticky=True, when=calls_on("namespace", "mkdir"))
     backend = open_disk(tmp_path / "store", vfs=vfs)
     assert await write(backend, keys_of(1)) == [True]
     vfs.nth = 1

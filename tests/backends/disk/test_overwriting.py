@@ -23,7 +23,7 @@ from kvoffload.backends.disk.vfs import Vfs
 from kvoffload.config import ByteSize
 from kvoffload.testing import payload_of
 from kvoffload.testing.backends import filled, keys_of, slots
-from tests.support.vfs import FailingVfs, HookedVfs, kind_of
+from tests.support.vfs import FailingVfs, HookedVfs, calls_on, kind_of
 
 
 def inodes(root):
@@ -175,7 +175,7 @@ async def test_verify_takes_an_overwritten_file_for_a_missing_one(tmp_path):
 
 @pytest.mark.parametrize("error", [errno.EIO, errno.ENOSPC])
 async def test_an_overwrite_that_fails_leaves_neither_file_nor_bytes(tmp_path, error):
-    vfs = FailingVfs(0, error, when=lambda c, p: c == "pwritev" and kind_of(p) == "temporary")
+    vfs = FailingVfs(0, error, when=calls_on("temporary", "pwritev"))
     backend = open_disk(tmp_path, vfs=vfs, **full(2))
     assert await write(backend, keys_of(2)) == [True] * 2
     vfs.nth = vfs.calls + 1
@@ -252,12 +252,7 @@ async def test_a_cancelled_job_releases_what_it_reserved(tmp_path):
 
 async def test_a_job_that_needs_more_than_there_is_stores_a_part(tmp_path):
     settings = full(128) | {"capacity": ByteSize(130 * ON_DISK)}
-    vfs = FailingVfs(
-        0,
-        errno.EACCES,
-        sticky=True,
-        when=lambda c, p: c in ("unlink", "take") and kind_of(p) == "chunk",
-    )
+    vfs = FailingVfs(0, errno.EACCES, sticky=True, when=calls_on("chunk", "unlink", "take"))
     backend = open_disk(tmp_path, vfs=vfs, **settings)
     assert all(await write(backend, keys_of(126)))
     vfs.nth = 1

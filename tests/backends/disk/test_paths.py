@@ -8,7 +8,7 @@ import pytest
 from kvoffload.backends.disk.paths import LEDGER, MANIFEST, SNAPSHOT, is_namespace, key_of, shard_of
 from kvoffload.backends.disk.vfs import Vfs
 from kvoffload.backends.disk.walker import remove_namespace
-from tests.support.vfs import FailingVfs, kind_of
+from tests.support.vfs import FailingVfs, calls_on
 
 NAMESPACE = "ab" * 32
 
@@ -65,8 +65,6 @@ def test_a_file_or_a_link_in_place_of_a_namespace_stays_and_is_not_followed(fold
 
 
 def test_a_namespace_that_cannot_be_removed_is_not_reported_as_gone(folder):
-    failing = FailingVfs(
-        1, errno.EACCES, sticky=True, when=lambda c, p: c == "rmdir" and kind_of(p) == "namespace"
-    )
+    failing = FailingVfs(1, errno.EACCES, sticky=True, when=calls_on("namespace", "rmdir"))
     assert not remove_namespace(failing, str(folder))
     assert folder.exists()

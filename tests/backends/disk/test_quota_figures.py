@@ -4,13 +4,12 @@ import os
 import struct
 
 import pytest
-from disk_parts import ON_DISK, open_disk, until, write
+from disk_parts import ON_DISK, full, open_disk, until, write
 
 from kvoffload.backends.disk.quota import Quota, recorded_bytes
 from kvoffload.backends.disk.vfs import Vfs
-from kvoffload.config import ByteSize
 from kvoffload.testing.backends import keys_of
-from tests.support.vfs import FailingVfs
+from tests.support.vfs import FailingVfs, calls_on
 
 
 @pytest.fixture
@@ -174,13 +173,8 @@ async def test_a_quota_file_removed_under_an_engine_is_made_again_and_counts_the
 
 async def test_an_eviction_ends_although_the_quota_cannot_be_written(tmp_path):
     """Were the figure to stay as it is, no number of removed chunks would be enough."""
-
-    def is_ledger(call, path):
-        return call == "pwritev" and path.endswith(".ledger")
-
-    vfs = FailingVfs(0, 5, sticky=True, when=is_ledger)
-    marks = {"high_watermark": 1.0, "low_watermark": 1.0}
-    backend = open_disk(tmp_path, vfs=vfs, capacity=ByteSize(8 * ON_DISK), **marks)
+    vfs = FailingVfs(0, 5, sticky=True, when=calls_on("ledger", "pwritev"))
+    backend = open_disk(tmp_path, vfs=vfs, **full(8))
     old, new = keys_of(8), keys_of(3, "new")
     assert await write(backend, old) == [True] * 8
     vfs.nth = vfs.calls + 1

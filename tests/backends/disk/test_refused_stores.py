@@ -8,16 +8,11 @@ from disk_parts import ON_DISK, SIZE, full, open_disk, write
 from kvoffload.config import ByteSize
 from kvoffload.errors import ConfigError
 from kvoffload.testing.backends import filled, keys_of, slots
-from tests.support.vfs import FailingVfs, kind_of
+from tests.support.vfs import FailingVfs, calls_on
 
 
 async def test_a_store_refused_for_want_of_room_is_counted(tmp_path):
-    vfs = FailingVfs(
-        1,
-        errno.EACCES,
-        sticky=True,
-        when=lambda c, p: c in ("unlink", "take") and kind_of(p) == "chunk",
-    )
+    vfs = FailingVfs(1, errno.EACCES, sticky=True, when=calls_on("chunk", "unlink", "take"))
     backend = open_disk(tmp_path, vfs=vfs, **full(2))
     assert await write(backend, keys_of(2)) == [True] * 2
     assert await write(backend, keys_of(1, "more")) == [False]

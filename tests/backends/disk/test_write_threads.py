@@ -6,12 +6,12 @@ import pytest
 from disk_parts import open_disk, until
 
 from kvoffload.testing.backends import filled, keys_of
-from tests.support.vfs import StuckVfs, kind_of
+from tests.support.vfs import StuckVfs, calls_on
 
 
 def open_stuck(root, **settings):
     """Open a tier whose writes of chunks hang from now on."""
-    vfs = StuckVfs(lambda call, path: call == "pwritev" and kind_of(path) == "temporary")
+    vfs = StuckVfs(calls_on("temporary", "pwritev"))
     vfs.release()  # while it is opened
     backend = open_disk(root, vfs=vfs, io="buffered", **settings)
     vfs.hold()

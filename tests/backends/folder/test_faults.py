@@ -24,7 +24,7 @@ from kvoffload.backends.folder.places import HOSTS, LEASE, STORE
 from kvoffload.backends.folder.records import HostRecord, LeaseRecord, Records, StoreRecord
 from kvoffload.testing.backends import filled, keys_of, slots, wrong_bytes
 from tests.support.other_version import OTHERS, resealed
-from tests.support.vfs import FailingVfs, StuckVfs, kind_of
+from tests.support.vfs import FailingVfs, StuckVfs, calls_on, kind_of
 
 A_LEASE = LeaseRecord(
     holder="token", host="h", capacity_bytes=1, resident_bytes=1, newcomer_bytes=1, counted={},
@@ -44,18 +44,13 @@ async def stored_by_another(root, keys):
     await backend.close()
 
 
-def of_chunks(*calls):
-    """Choose calls on chunks and on those being written."""
-    return lambda call, path: call in calls and kind_of(path) == "chunk"
-
-
 @pytest.mark.parametrize("error", ERRORS, ids=errno.errorcode.get)
 @pytest.mark.parametrize(
     ("call", "is_own"),
     [("open", True), ("preadv", True), ("open", False), ("fstat", False), ("preadv", False)],
 )
 async def test_a_load_that_the_mount_fails_is_a_miss_with_a_reason(tmp_path, call, is_own, error):
-    vfs, keys = FailingVfs(0, error, sticky=True, when=of_chunks(call)), keys_of(3)
+    vfs, keys = FailingVfs(0, error, sticky=True, when=calls_on("chunk", call)), keys_of(3)
     if not is_own:  # whose files' times this process does not know
         await stored_by_another(tmp_path / "share", keys)
     backend = open_folder(tmp_path / "share", vfs=vfs)
@@ -72,7 +67,7 @@ async def test_a_load_that_the_mount_fails_is_a_miss_with_a_reason(tmp_path, cal
 @pytest.mark.parametrize("error", ERRORS, ids=errno.errorcode.get)
 @pytest.mark.parametrize("call", ["open", "pwritev", "close", "rename"])
 async def test_a_store_that_the_mount_fails_leaves_nothing(tmp_path, call, error):
-    vfs = FailingVfs(0, error, sticky=True, when=of_chunks(call))
+    vfs = FailingVfs(0, error, sticky=True, when=calls_on("chunk", call))
     backend, keys = open_folder(tmp_path / "share", vfs=vfs), keys_of(3)
     vfs.nth = vfs.calls + 1
     assert await store(backend, keys) == [False] * 3
@@ -108,7 +103,7 @@ async def test_a_record_that_the_mount_refuses_as_it_is_closed_is_not_published(
 
 @pytest.mark.parametrize("call", ["preadv", "pwritev"])
 async def test_a_short_read_or_write_goes_on(tmp_path, call):
-    vfs = FailingVfs(1, None, when=of_chunks(call))
+    vfs = FailingVfs(1, None, when=calls_on("chunk", call))
     backend, keys = open_folder(tmp_path / "share", vfs=vfs), keys_of(1)
     assert await store(backend, keys) == [True]
     assert await load(backend, keys) == [True]
@@ -118,7 +113,7 @@ async def test_a_lookup_that_the_mount_fails_is_a_miss_with_a_reason(tmp_path):
     backend, keys = open_folder(tmp_path / "share"), keys_of(3)
     await store(backend, keys)
     await backend.close()
-    vfs = FailingVfs(1, errno.ESTALE, sticky=True, when=of_chunks("lstat"))
+    vfs = FailingVfs(1, errno.ESTALE, sticky=True, when=calls_on("chunk", "lstat"))
     backend = open_folder(tmp_path / "share", vfs=vfs)
     assert await backend.contains(keys) == [False] * 3
     assert backend.counters()["lookup_io_ESTALE"] == 3
@@ -155,7 +150,7 @@ async def test_a_hung_mount_is_given_up_by_the_deadline_and_threads_are_bounded(
 
 
 async def test_a_store_that_was_given_up_counts_by_whether_its_file_comes(tmp_path):
-    vfs = StuckVfs(lambda call, path: call == "rename" and kind_of(path) == "chunk")
+    vfs = StuckVfs(calls_on("chunk", "rename"))
     backend, keys = open_folder(tmp_path / "share", vfs=vfs, timeout_s=1.0, threads=4), keys_of(9)
     assert await store(backend, keys) == [False] * 9
     assert backend.counters()["write_late"] + backend.counters()["write_stalled"] == 9
@@ -166,7 +161,7 @@ async def test_a_store_that_was_given_up_counts_by_whether_its_file_comes(tmp_pa
 
 
 async def test_lookups_wait_for_no_chunk_that_is_moved(tmp_path):
-    vfs = StuckVfs(lambda call, path: call == "preadv" and kind_of(path) == "chunk")
+    vfs = StuckVfs(calls_on("chunk", "preadv"))
     backend, keys = open_folder(tmp_path / "share", vfs=vfs, threads=4), keys_of(8)
     await store(backend, keys)
     loading = asyncio.ensure_future(load(backend, keys))
@@ -180,7 +175,7 @@ async def test_a_call_that_moves_bytes_keeps_the_callers_memory(tmp_path):
     """It ends late, but as it ends its memory is free; the other chunks end by the deadline."""
     keys = keys_of(1)
     await stored_by_another(tmp_path / "share", keys)
-    vfs = StuckVfs(lambda call, path: call == "preadv" and kind_of(path) == "chunk")
+    vfs = StuckVfs(calls_on("chunk", "preadv"))
     backend = open_folder(tmp_path / "share", vfs=vfs, timeout_s=0.3, threads=4)
     into = slots(1, SIZE)
     reading = asyncio.ensure_future(backend.read(keys, into))
@@ -272,7 +267,7 @@ async def test_a_folder_or_a_pipe_under_a_chunks_name_is_a_miss_with_its_reason(
 
 
 async def test_damaged_files_are_removed_at_once_on_a_mount_that_hangs(tmp_path):
-    vfs = StuckVfs(lambda call, path: call == "unlink" and kind_of(path) == "chunk")
+    vfs = StuckVfs(calls_on("chunk", "unlink"))
     backend, keys = open_folder(tmp_path / "share", vfs=vfs, timeout_s=60.0, threads=8), keys_of(8)
     assert await store(backend, keys) == [True] * 8
     for key in keys:
@@ -374,7 +369,7 @@ async def test_where_the_system_refuses_further_threads_those_there_are_make_the
 async def test_a_failure_that_lasts_is_a_line_for_each_reason_in_ten_minutes(
     tmp_path, monkeypatch, caplog
 ):
-    now_s, vfs = [1000.0], FailingVfs(0, errno.EIO, sticky=True, when=of_chunks("pwritev"))
+    now_s, vfs = [1000.0], FailingVfs(0, errno.EIO, sticky=True, when=calls_on("chunk", "pwritev"))
     monkeypatch.setattr(log_rate, "time", SimpleNamespace(monotonic=lambda: now_s[0]))
     backend = open_folder(tmp_path / "share", vfs=vfs)
     vfs.nth = vfs.calls + 1

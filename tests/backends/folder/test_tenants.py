@@ -17,7 +17,7 @@ from kvoffload.backends.folder.records import HostRecord
 from kvoffload.errors import ConfigError
 from kvoffload.registry import read_options
 from kvoffload.testing.backends import keys_of
-from tests.support.vfs import FailingVfs, HookedVfs, kind_of
+from tests.support.vfs import FailingVfs, HookedVfs, calls_on, kind_of
 
 A, B = b"a" * 16, b"b" * 16
 CHUNKS, ROOMY = 100, 120
@@ -191,6 +191,7 @@ async def test_damaged_and_foreign_files_are_nobodys_and_stop_no_eviction(tmp_pa
     paths[4].mkdir()
     paths[5].write_bytes(path_of(root, many[0]).read_bytes())  # named as another chunk
     paths[6].chmod(0)
+    of_heads = calls_on("chunk", "open", "preadv")
     vfs = FailingVfs(3, errno.EIO, sticky=True, when=of_heads)
     for each in (FailingVfs(1, errno.ESTALE, when=of_heads), vfs, HookedVfs()):
         evictor = evictor_of(root, capacity=ROOMY, vfs=each)
@@ -198,10 +199,6 @@ async def test_damaged_and_foreign_files_are_nobodys_and_stop_no_eviction(tmp_pa
     turn(evictor, capacity=CHUNKS)  # the damaged ones need less room
     assert those_there(root, old[7:]) == old[7:]
     assert len(those_there(root, many)) < 70
-
-
-def of_heads(call, path):
-    return call in ("open", "preadv") and kind_of(path) == "chunk"
 
 
 async def test_a_folder_that_cannot_be_listed_ends_no_eviction_of_known_files(tmp_path):
