@@ -29,6 +29,7 @@ from kvoffload.backends.encryption import CipherSeal
 from kvoffload.config import ByteSize
 from kvoffload.registry import POLICIES, load
 from kvoffload.testing.backends import filled, keys_of, payload_of, slots
+from tests.helpers.disk_parts import allocated
 from tests.support.vfs import DeadlyVfs
 
 SEALS: list[CipherSeal] = []
@@ -280,18 +281,6 @@ async def _work(
             if good:
                 shared.figures[0] += 1
                 shared.figures[1] += bytes(slot) != payload_of(key, SIZE)
-
-
-def allocated(root: str) -> int:
-    """Bytes under a root, as the file system counts them."""
-    total = 0
-    for folder, _, files in os.walk(root):
-        for file in files:
-            try:
-                total += os.lstat(f"{folder}/{file}").st_blocks * 512
-            except FileNotFoundError:
-                continue
-    return total
 
 
 def main() -> None:

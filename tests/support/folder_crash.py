@@ -1,29 +1,26 @@
 """SIGKILL engines that share a folder by two mounts, and see that no reader gets a wrong byte.
 
-``python -m tests.support.folder_crash --root /mnt/a/kv --root /mnt/b/kv --kills 10000 --seed 1``
-prints one JSON object. Each writer is a process: it opens the root by one of its mounts, stores and
-loads keys that all writers have in common, compares every loaded byte, and works until it is
-killed. The clocks of the mounts' processes are twenty minutes apart.
+Each writer is a process: it opens the root by one of its mounts, stores and loads keys that all
+writers have in common, compares every loaded byte, and works until it is killed. The clocks of the
+mounts' processes are twenty minutes apart.
 """
 
-import argparse
 import asyncio
-import contextlib
 import gc
-import glob
-import json
 import mmap
 import os
 import random
 import signal
 import sys
 import time
+from pathlib import Path
 from typing import NamedTuple
 
 from kvoffload.backends.folder import evictor, scan, upkeep, waiting_writes
 from kvoffload.backends.folder.backend import FolderBackend, FolderOptions
 from kvoffload.config import ByteSize
 from kvoffload.testing.backends import filled, keys_of, payload_of, slots
+from tests.helpers.folder_parts import stored_bytes
 
 SIZE = 12 * 1024
 ON_DISK = 16 * 1024
@@ -101,7 +98,7 @@ def campaign(roots: list[str], kills: int, seed: int, capacity: int, keys: int =
             free.append(place)
             del alive[pid]
         if time.monotonic() > look_s:
-            most, look_s = max(most, stored_bytes(roots[0])), time.monotonic() + 0.05
+            most, look_s = max(most, stored_bytes(Path(roots[0]))), time.monotonic() + 0.05
         time.sleep(0.001)
     time.sleep(0.4)  # until their leases and unfinished files are old
     found, leftovers = asyncio.run(_after(roots[0], names, figures, capacity))
@@ -188,39 +185,4 @@ async def _after(
 
 def unfinished(root: str) -> int:
     """Return how many files there are of chunks that nobody finished."""
-    return sum(name.startswith(".") for name, _ in _files(root))
-
-
-def stored_bytes(root: str) -> int:
-    """Return the bytes of all chunks, finished or not."""
-    return sum(size for _, size in _files(root))
-
-
-def _files(root: str) -> list[tuple[str, int]]:
-    """Return names and sizes of the files in shards."""
-    found = []
-    for shard in glob.glob(f"{root}/*/??"):
-        with contextlib.suppress(FileNotFoundError), os.scandir(shard) as files:
-            for file in files:
-                with contextlib.suppress(FileNotFoundError):
-                    found.append((file.name, file.stat(follow_symlinks=False).st_size))
-    return found
-
-
-def main() -> None:
-    """Run a campaign from the command line; exit code 1 if a byte was wrong."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--root", action="append", required=True, help="the root, by each mount")
-    parser.add_argument("--kills", type=int, default=1000)
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--capacity", type=int, default=64 * ON_DISK)
-    asked = parser.parse_args()
-    began_s = time.monotonic()
-    report = campaign(asked.root, asked.kills, asked.seed, asked.capacity)
-    seconds = time.monotonic() - began_s
-    print(json.dumps(report._asdict() | {"seed": asked.seed, "seconds": seconds}))
-    sys.exit(1 if report.wrong or report.failed else 0)
-
-
-if __name__ == "__main__":
-    main()
+    return sum(path.name.startswith(".") for path in Path(root).glob("*/??/*"))

@@ -202,7 +202,6 @@ class LateDevice:
         return self.engine.record_event()
 
     def new_stream(self) -> LateStream:
-        """See :class:`kvoffload.transfer.cuda.torch_device.CudaDevice`."""
         stream = LateStream(self)
         with self.lock:
             self.streams.append(stream)
@@ -224,7 +223,6 @@ class LateDevice:
         ]
 
     def upload(self, stream: LateStream, table: BlockTable) -> None:
-        """See :class:`kvoffload.transfer.cuda.torch_device.CudaDevice`."""
         length = 3 * table.count
         source = torch.from_numpy(table.host)
         stream.enqueue(lambda: table.device[:length].copy_(source[:length]))
@@ -237,12 +235,10 @@ class LateDevice:
         stage: torch.Tensor,
         to_stage: bool,
     ) -> None:
-        """See :class:`kvoffload.transfer.cuda.torch_device.CudaDevice`."""
         frozen = _frozen(table)
         stream.enqueue(lambda: self._kernels.move(part, frozen, stage, to_stage))
 
     def has_batches(self, memory: "LateMemory", end: int) -> bool:
-        """See :class:`kvoffload.transfer.cuda.torch_device.CudaDevice`."""
         return self.batches
 
     def copy(self, stream: LateStream, copies: Copies, to_host: bool, memory: "LateMemory") -> None:
@@ -265,11 +261,9 @@ class LateDevice:
         return LateMemory(whole.ctypes.data, len(whole))
 
     def can_pin_lent(self) -> bool:
-        """See :class:`kvoffload.transfer.cuda.torch_device.CudaDevice`."""
         return True
 
     def stop_pinning(self) -> None:
-        """See :class:`kvoffload.transfer.cuda.torch_device.CudaDevice`."""
         self.slab.pinned_bytes = self._slab.num_bytes
 
     def stats(self) -> dict[str, str | int]:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
-from kvoffload.backends.disk.vfs import Buffers, Vfs
+from kvoffload.backends.disk.vfs import Buffers
 from tests.support.vfs import HookedVfs
 
 T = TypeVar("T")
@@ -59,20 +59,20 @@ class RecordingVfs(HookedVfs):
         """Write, keeping what was written."""
         with self._order:
             done = super().pwritev(fd, buffers, offset)
-            self._record("write", self._path(fd), offset=offset, data=b"".join(buffers)[:done])
+            self._record("write", self._paths[fd], offset=offset, data=b"".join(buffers)[:done])
             return done
 
     def punch(self, fd: int, offset: int, length: int) -> None:
         """Punch a hole: from here on it reads as zeros."""
         with self._order:
             super().punch(fd, offset, length)
-            self._record("write", self._path(fd), offset=offset, data=bytes(length))
+            self._record("write", self._paths[fd], offset=offset, data=bytes(length))
 
     def fsync(self, fd: int) -> None:
         """Sync; from here on it is safe."""
         with self._order:
             super().fsync(fd)
-            self._record("sync", self._path(fd))
+            self._record("sync", self._paths[fd])
 
     def rename(self, source: str, target: str) -> None:
         """Rename; open descriptors follow their file."""
@@ -91,9 +91,6 @@ class RecordingVfs(HookedVfs):
             result = perform()
             self._record(call, path)
             return result
-
-    def _path(self, fd: int) -> str:
-        return self._paths[fd]
 
     def _short(self, path: str) -> str:
         return os.path.relpath(path, self.root)
@@ -143,9 +140,9 @@ class Crash(NamedTuple):
     files: dict[str, bytes]
 
 
-def crash(steps: list[Step], rng: random.Random, *, upto: int | None = None) -> Crash:
-    """Cut the power after a number of steps (default: random) and see what is left."""
-    cut = rng.randrange(len(steps) + 1) if upto is None else upto
+def crash(steps: list[Step], rng: random.Random) -> Crash:
+    """Cut the power after a random number of steps and see what is left."""
+    cut = rng.randrange(len(steps) + 1)
     files: dict[int, _File] = {}
     names: dict[str, int] = {}
     changes: list[tuple[Step, int]] = []
@@ -258,6 +255,3 @@ def _put(content: bytearray, offset: int, data: bytes) -> None:
     if len(content) < offset:
         content.extend(bytes(offset - len(content)))
     content[offset : offset + len(data)] = data
-
-
-__all__ = ["Crash", "RecordingVfs", "Step", "Vfs", "crash", "rebuild"]

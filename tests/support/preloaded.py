@@ -132,7 +132,6 @@ class Fork:
         self.returncode: int | None = None
 
     def wait(self, timeout: float | None = None) -> int:
-        """See :class:`subprocess.Popen`."""
         if self.returncode is None:
             if not select.select([self._connection], [], [], timeout)[0]:
                 raise subprocess.TimeoutExpired("a fork", timeout or 0)
@@ -142,26 +141,21 @@ class Fork:
         return self.returncode
 
     def poll(self) -> int | None:
-        """See :class:`subprocess.Popen`."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.wait(0)
         return self.returncode
 
     def send_signal(self, number: int) -> None:
-        """See :class:`subprocess.Popen`."""
         if self.poll() is None:
             os.kill(self.pid, number)
 
     def kill(self) -> None:
-        """See :class:`subprocess.Popen`."""
         self.send_signal(signal.SIGKILL)
 
     def terminate(self) -> None:
-        """See :class:`subprocess.Popen`."""
         self.send_signal(signal.SIGTERM)
 
     def communicate(self) -> tuple[str, None]:
-        """See :class:`subprocess.Popen`."""
         if self.stdin:
             with contextlib.suppress(BrokenPipeError):
                 self.stdin.close()

@@ -8,8 +8,8 @@
         proxy.to_client = [Corrupt(at=1000)]  # from here on, counted from here, on each connection
 
 Faults are small values; a list of them is applied in order to each piece of data on its way. They
-may be changed at any time. What is random comes from a seed, so that a failure can be repeated.
-Each connection has copies of its own, so that a fault may remember what it holds back.
+may be replaced at any time. What is random follows from the offset, so that a failure can be
+repeated. Each connection has copies of its own, so that a fault may remember what it holds back.
 """
 
 import asyncio
@@ -59,11 +59,9 @@ class Latency:
 
     seconds: float
     jitter_s: float = 0.0
-    seed: int = 0
 
     async def apply(self, data: bytes, offset: int) -> bytes:
-        """See :class:`Fault`."""
-        more = random.Random(self.seed + offset).random() * self.jitter_s
+        more = random.Random(offset).random() * self.jitter_s
         await asyncio.sleep(self.seconds + more)
         return data
 
@@ -75,7 +73,6 @@ class Bandwidth:
     bytes_per_s: int
 
     async def apply(self, data: bytes, offset: int) -> bytes:
-        """See :class:`Fault`."""
         await asyncio.sleep(len(data) / self.bytes_per_s)
         return data
 
@@ -88,7 +85,6 @@ class CutAfter:
     _end: ClassVar[type[Cut | HalfClosed]] = Cut
 
     async def apply(self, data: bytes, offset: int) -> bytes:
-        """See :class:`Fault`."""
         if offset + len(data) > self.nbytes:
             raise self._end(data[: max(0, self.nbytes - offset)])
         return data
@@ -108,7 +104,6 @@ class Corrupt:
     mask: int = 0x01
 
     async def apply(self, data: bytes, offset: int) -> bytes:
-        """See :class:`Fault`."""
         if not offset <= self.at < offset + len(data):
             return data
         changed = bytearray(data)
@@ -123,7 +118,6 @@ class HangAfter:
     nbytes: int
 
     async def apply(self, data: bytes, offset: int) -> bytes:
-        """See :class:`Fault`."""
         if offset + len(data) <= self.nbytes:
             return data
         await asyncio.Event().wait()
@@ -135,12 +129,10 @@ class Garbage:
     """From the ``at``-th byte on, random bytes take the place of the true ones."""
 
     at: int = 0
-    seed: int = 0
 
     async def apply(self, data: bytes, offset: int) -> bytes:
-        """See :class:`Fault`."""
         keep = max(0, self.at - offset)
-        noise = random.Random(self.seed + offset).randbytes(max(0, len(data) - keep))
+        noise = random.Random(offset).randbytes(max(0, len(data) - keep))
         return data[:keep] + noise
 
 
@@ -152,7 +144,6 @@ class Insert:
     at: int = 0
 
     async def apply(self, data: bytes, offset: int) -> bytes:
-        """See :class:`Fault`."""
         if not offset <= self.at < offset + len(data):
             return data
         return data[: self.at - offset] + self.data + data[self.at - offset :]
@@ -166,7 +157,6 @@ class Swap:
     _held: bytes = b""
 
     async def apply(self, data: bytes, offset: int) -> bytes:
-        """See :class:`Fault`."""
         if offset >= 2 * self.nbytes:
             return data
         self._held += data
@@ -188,28 +178,13 @@ class FaultProxy:
         self.port = 0
         self.accepted = 0
         self._target = host, port
-        self._faults: dict[str, tuple[Fault, ...]] = {"client": (), "server": ()}
+        self.to_client: Sequence[Fault] = ()
+        """Faults on the way from the server to the client."""
+        self.to_server: Sequence[Fault] = ()
+        """Faults on the way from the client to the server."""
         self._server: asyncio.Server | None = None
         self._open: set[asyncio.StreamWriter] = set()
         self._tasks: set[asyncio.Task[None]] = set()
-
-    @property
-    def to_client(self) -> Sequence[Fault]:
-        """Faults on the way from the server to the client."""
-        return self._faults["client"]
-
-    @to_client.setter
-    def to_client(self, faults: Sequence[Fault]) -> None:
-        self._faults["client"] = tuple(faults)
-
-    @property
-    def to_server(self) -> Sequence[Fault]:
-        """Faults on the way from the client to the server."""
-        return self._faults["server"]
-
-    @to_server.setter
-    def to_server(self, faults: Sequence[Fault]) -> None:
-        self._faults["server"] = tuple(faults)
 
     async def __aenter__(self) -> "FaultProxy":
         self._server = await asyncio.start_server(self._accept, "127.0.0.1", 0)
@@ -246,8 +221,8 @@ class FaultProxy:
         self._open |= ends
         try:
             await asyncio.gather(
-                self._pump(reader, to_server, "server", ends),
-                self._pump(from_server, writer, "client", ends),
+                self._pump(reader, to_server, "to_server", ends),
+                self._pump(from_server, writer, "to_client", ends),
             )
         except asyncio.CancelledError:
             pass  # closing the proxy; asyncio's server would only log it
@@ -263,13 +238,13 @@ class FaultProxy:
         way: str,
         ends: set[asyncio.StreamWriter],
     ) -> None:
-        faults: tuple[Fault, ...] = ()
+        faults: Sequence[Fault] = ()
         mine: list[Fault] = []
         offset = 0
         try:
             while data := await reader.read(_PIECE_BYTES):
-                if faults is not self._faults[way]:
-                    faults, offset = self._faults[way], 0
+                if faults is not getattr(self, way):
+                    faults, offset = getattr(self, way), 0
                     mine = [copy.copy(fault) for fault in faults]
                 came = len(data)
                 for fault in mine:

@@ -14,26 +14,11 @@ from kvoffload.io.forms import ServerProcess
 from kvoffload.io.protocol import Load, Store
 from kvoffload.transfer.shared_memory import create_shared_memory
 from kvoffload.transfer.slab import Slab
+from tests.support.host_server import Job
 from tests.support.io_rig import opening
 
 SLOT = 4096
 NUM_SLOTS = 32
-
-
-class Ended:
-    """Puts the answer of a job into a pipe."""
-
-    def __init__(self, pipe):
-        self._pipe = pipe
-
-    def arrived(self, numbers):
-        pass
-
-    def ended(self, ok, reason, settled, io_time_s):
-        self._pipe.send((list(map(bool, ok)), reason))
-
-    def released(self):
-        pass
 
 
 def content(rank, key):
@@ -47,7 +32,6 @@ def _main(rank, tier, pipe):
     wanted = opening([tier], SLOT, namespace=f"{rank:064}")
     client = IOClient(lambda: ServerProcess(fd), wanted, 20.0, 20.0)
     presence = WorkerPresence(rank, client.tiers)
-    answers, answer = multiprocessing.Pipe(duplex=False)
     pipe.send(sorted(presence.listed))
     while True:
         verb, argument = pipe.recv()
@@ -64,10 +48,10 @@ def _main(rank, tier, pipe):
             slab.slot(i, SLOT)[:] = data
         kind = Store if verb == "store" else Load
         order = kind(0, tier[0], list(argument), list(range(len(argument))), SLOT)
-        client.begin(order, Ended(answer))
-        ok, _ = answers.recv()
+        client.begin(order, job := Job())
+        job.over.wait()
         right = [slab.slot(i, SLOT) == content(rank, key) for i, key in enumerate(argument)]
-        pipe.send([each and same for each, same in zip(ok, right, strict=True)])
+        pipe.send([bool(each) and same for each, same in zip(job.ok, right, strict=True)])
 
 
 class RankOnHost:

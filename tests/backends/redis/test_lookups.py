@@ -7,28 +7,13 @@ from kvoffload.io.protocol import Load, Store
 from kvoffload.io.remote_tier import ANSWER_S
 from kvoffload.testing.backends import CHUNK_BYTES, keys_of, payload_of
 from kvoffload.transfer.slab import Slab
+from tests.support.host_server import Job
 from tests.support.io_rig import call, client_over
 from tests.support.redis_engine import PATIENT
 from tests.support.redis_server import BINARY, MISSING, free_port
 
 needs_redis = pytest.mark.skipif(BINARY is None, reason=MISSING)
 NUM_SLOTS = 4
-
-
-class Job:
-    """A job's listener, which keeps the answer."""
-
-    def __init__(self):
-        self.ok = None
-
-    def arrived(self, numbers):
-        pass
-
-    def ended(self, ok, reason, settled, seconds):
-        self.ok = list(map(bool, ok))
-
-    def released(self):
-        pass
 
 
 class Engine:
@@ -68,8 +53,8 @@ class Engine:
         job = Job()
         order = kind(0, "redis", list(keys), list(range(len(keys))), CHUNK_BYTES)
         self.client.begin(order, job)
-        self.until(lambda: job.ok is not None)
-        return job.ok
+        self.until(job.over.is_set)
+        return list(map(bool, job.ok))
 
 
 @pytest.fixture
