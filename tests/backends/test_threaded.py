@@ -6,6 +6,7 @@ import threading
 import time
 
 import pytest
+from disk_parts import until
 
 from kvoffload.backends.base import ReadResult, reason_of
 from kvoffload.backends.encryption import CipherSeal
@@ -250,12 +251,10 @@ async def test_a_cancelled_call_interrupts_its_own_threads_and_no_others():
     backend, keys = Interruptible(threads=2), keys_of(3)
     backend.gate.clear()
     staying = asyncio.ensure_future(backend.read(keys[:1], slots(1)))
-    while not backend.inside:  # noqa: ASYNC110 - on a thread
-        await asyncio.sleep(0.01)
+    assert await until(lambda: backend.inside)
     (stays,) = backend.inside
     leaving = asyncio.ensure_future(backend.read(keys, slots(3)))
-    while len(backend.inside) < 2:  # noqa: ASYNC110
-        await asyncio.sleep(0.01)
+    assert await until(lambda: len(backend.inside) == 2)
     leaving.cancel()
     await asyncio.wait([leaving], timeout=60)
     assert leaving.cancelled()
@@ -271,8 +270,7 @@ async def test_a_backend_may_limit_the_threads_of_one_call():
         backend = Interruptible(limit, threads=4)
         backend.gate.clear()
         call = asyncio.ensure_future(backend.read(keys_of(8), slots(8)))
-        while len(backend.inside) < most:  # noqa: ASYNC110 - on threads
-            await asyncio.sleep(0.01)
+        assert await until(lambda b=backend, most=most: len(b.inside) == most)
         await asyncio.sleep(0.05)
         backend.gate.set()
         assert await call == [False] * 8
@@ -295,9 +293,7 @@ async def test_hung_threads_are_misses_at_once_and_close_does_not_wait_for_them(
     assert backend.released == 0
     backend.gate.set()
     await hung
-    async with asyncio.timeout(30):
-        while not backend.released:  # noqa: ASYNC110 - it happens on a thread
-            await asyncio.sleep(0.01)
+    assert await until(lambda: backend.released)
 
 
 async def test_a_store_that_hangs_counts_as_one_on_the_threads_of_loads(caplog):
@@ -305,9 +301,7 @@ async def test_a_store_that_hangs_counts_as_one_on_the_threads_of_loads(caplog):
     backend.gate.clear()
     hung = asyncio.ensure_future(backend.write(keys, filled(keys)))
     try:
-        async with asyncio.timeout(30):
-            while not backend.counters():  # noqa: ASYNC110 - it happens on a thread
-                await asyncio.sleep(0.01)
+        assert await until(backend.counters)
     finally:
         backend.gate.set()
     assert backend.counters() == {"write_stalled": 2}

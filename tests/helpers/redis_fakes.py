@@ -37,6 +37,10 @@ class FakeRedis:
     def address(self) -> str:
         return f"127.0.0.1:{self.port}"
 
+    def sent(self, command: bytes) -> int:
+        """Return how often clients have sent this command."""
+        return sum(words[0].upper() == command for words in self.commands)
+
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.accepted += 1
         self._writers.append(writer)

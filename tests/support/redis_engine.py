@@ -17,14 +17,17 @@ LIMIT_S = 60.0
 """No call may take so long, whatever happens; far above every deadline involved."""
 
 
-async def until(condition: Callable[[], Awaitable[bool]]) -> None:
-    """Wait until ``condition`` says so; for what happens in another process.
+async def until(condition: Callable[[], Awaitable[bool] | bool]) -> None:
+    """Wait until ``condition`` says so, which may be a coroutine; for what happens elsewhere.
 
     Raises:
         TimeoutError: it did not in :data:`LIMIT_S`.
     """
     async with asyncio.timeout(LIMIT_S):
-        while not await condition():  # noqa: ASYNC110 - it happens in another process
+        while True:
+            said = condition()
+            if await said if isinstance(said, Awaitable) else said:
+                return
             await asyncio.sleep(0.02)
 
 

@@ -132,11 +132,7 @@ async def test_the_breaker_opens_by_share_and_closes_when_the_bucket_answers(cap
         assert len(server.asked) - asked <= 1
         assert backend.counters()["lookup_lost_breaker_open"] >= 99
         one_of = 10**9
-
-        async def is_up():  # the engine is idle
-            return backend.usage().gauges["up"] == 1
-
-        await until(is_up)
+        await until(lambda: backend.usage().gauges["up"] == 1)  # the engine is idle
         await backend.close()
     assert "slow down (503)" in "".join(said(caplog))
     assert "answers again" in "".join(said(caplog))

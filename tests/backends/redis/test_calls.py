@@ -29,10 +29,6 @@ from tests.support.redis_engine import PATIENT, RedisEngine, until
 from tests.support.redis_server import free_port
 
 
-def sent(server, command):
-    return sum(words[0].upper() == command for words in server.commands)
-
-
 async def test_a_wrong_number_of_buffers_is_an_error_before_any_connect():
     backend = open_backend("redis", {"url": f"redis://127.0.0.1:{free_port()}"}, "n")
     with pytest.raises(ValueError, match="2 keys, but 1 buffers"):
@@ -56,7 +52,7 @@ async def test_stores_and_misses_are_counted_once_each():
         counts = backend.counters()
         shown = {name: counts.get(name) for name in ("write_present", "write_ok", "read_missing")}
         assert shown == {"write_present": 1, "write_ok": 4, "read_missing": 5}
-        assert sent(server, b"PSETEX") == 4
+        assert server.sent(b"PSETEX") == 4
         await backend.close()
 
 
@@ -97,28 +93,24 @@ async def test_uses_write_the_description_at_a_limited_rate(monkeypatch):
         async with RedisEngine(f"redis://{server.address}", **PATIENT) as engine:
             await engine.load()
             await asyncio.sleep(0.1)
-            assert sent(server, b"PSETEX") == 0  # no description is set yet
+            assert server.sent(b"PSETEX") == 0  # no description is set yet
             await engine.backend.describe({"model": "m", "dtype": "bf16"})
-
-            async def written():
-                return sent(server, b"PSETEX") == 1
-
-            await until(written)
+            await until(lambda: server.sent(b"PSETEX") == 1)
             begun_s = time.monotonic()
 
             async def goes_on():
                 await engine.load()
-                return time.monotonic() > begun_s + 1.0 and sent(server, b"PSETEX") > 1
+                return time.monotonic() > begun_s + 1.0 and server.sent(b"PSETEX") > 1
 
             await until(goes_on)
-            assert sent(server, b"PSETEX") <= 2 + (time.monotonic() - begun_s) / 0.3
+            assert server.sent(b"PSETEX") <= 2 + (time.monotonic() - begun_s) / 0.3
             (command, *_) = [words for words in server.commands if words[0] == b"PSETEX"]
             assert command[1].endswith(b":facts")
             assert command[2:] == [b"86400000", b'{"dtype": "bf16", "model": "m"}']
             await asyncio.sleep(0.4)
-            before = sent(server, b"PSETEX")
+            before = server.sent(b"PSETEX")
             await asyncio.sleep(0.5)
-            assert sent(server, b"PSETEX") == before  # no chunk was used
+            assert server.sent(b"PSETEX") == before  # no chunk was used
 
 
 @pytest.mark.parametrize(
@@ -135,15 +127,11 @@ async def test_a_refused_description_waits_a_minute_and_a_failed_one_less(
     async with FakeRedis(answer) as server:
         async with RedisEngine(f"redis://{server.address}", **PATIENT) as engine:
             await engine.backend.describe({"model": "m"})
-
-            async def refused():
-                return sent(server, b"PSETEX") > 0
-
-            await until(refused)
+            await until(lambda: server.sent(b"PSETEX") > 0)
             for _ in range(20):
                 await engine.load()
                 await asyncio.sleep(0.02)
-            assert (sent(server, b"PSETEX") > 1) is again
+            assert (server.sent(b"PSETEX") > 1) is again
 
 
 # ---- Sentinels -----------------------------------------------------------------------------------
@@ -189,11 +177,7 @@ async def test_a_tier_is_down_while_no_sentinel_names_its_master_and_the_master_
     async with FakeRedis(polite) as master, FakeRedis(answer) as sentinel:
         async with RedisEngine(f"redis+sentinel://{sentinel.address}/m", **PATIENT) as engine:
             assert await engine.load() == [False] * 8
-
-            async def asked_twice():
-                return sent(sentinel, b"SENTINEL") > 1
-
-            await until(asked_twice)
+            await until(lambda: sentinel.sent(b"SENTINEL") > 1)
             assert engine.backend.usage().gauges["up"] == 0
             assert engine.count("read_no_server") == 8
             (line,) = (each for each in caplog.messages if "no Sentinel names" in each)
@@ -202,12 +186,12 @@ async def test_a_tier_is_down_while_no_sentinel_names_its_master_and_the_master_
 
             async def served():
                 await engine.load()
-                return sent(master, b"GETEX") > 0
+                return master.sent(b"GETEX") > 0
 
             await until(served)
             assert engine.backend.usage().gauges["up"] == 1
             most = 2 + (time.monotonic() - begun_s) / discovery.REFRESH_EVERY_S
-            assert sent(sentinel, b"SENTINEL") <= most
+            assert sentinel.sent(b"SENTINEL") <= most
 
 
 @pytest.mark.parametrize("kind", ["sentinel", "cluster"])

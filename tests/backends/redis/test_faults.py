@@ -63,24 +63,16 @@ async def test_restarted_and_used_again_the_facts_are_back(server):
         with killed(server):
             await engine.backend.describe({"model": "llama"})
         await engine.back()
-
-        async def known():
-            return "llama" in server.cli("get", "kvoffload:faults:facts")
-
-        await until(known)
+        await until(lambda: "llama" in server.cli("get", "kvoffload:faults:facts"))
 
 
 async def test_connections_closed_for_idleness_lose_no_lookup(server):
     async with RedisEngine(server.url, **PATIENT) as engine:
         await engine.store()
         server.cli("client", "kill", "type", "normal")
-        await until(lambda: disconnected(engine))
+        await until(lambda: engine.count("connections") == 0)
         assert await engine.backend.contains(engine.keys) == [True] * 8
         assert await engine.hits()
-
-
-async def disconnected(engine):
-    return engine.count("connections") == 0
 
 
 @pytest.mark.chaos

@@ -110,12 +110,12 @@ async def comes_back_after_a_hostile_table(name):
         tables.append(HOSTILE_TABLES[name](server.port))
         async with RedisEngine(f"redis+cluster://{server.address}") as engine:
             assert await engine.load() == [False] * 8, name
-            assert not [words for words in server.commands if words[0] == b"GETEX"], name
+            assert not server.sent(b"GETEX"), name
             tables.append(table((0, NUM_SLOTS - 1, "127.0.0.1", server.port)))
 
             async def served():
                 await engine.load()
-                return any(words[0] == b"GETEX" for words in server.commands)
+                return server.sent(b"GETEX") > 0
 
             await until(served)
 
@@ -145,7 +145,7 @@ async def test_however_badly_a_cluster_answers_it_is_asked_for_its_table_at_a_pa
             while time.monotonic() < begun_s + 0.5:
                 await engine.load()
                 await asyncio.sleep(0.005)
-        asked = sum(words[0].upper() == b"CLUSTER" for words in server.commands)
+        asked = server.sent(b"CLUSTER")
         assert 1 <= asked <= 2 + (time.monotonic() - begun_s) / REFRESH_EVERY_S
 
 
@@ -162,19 +162,11 @@ async def test_a_cluster_without_a_table_is_logged_once_and_so_is_its_return(cap
     async with FakeRedis(answer) as server:
         async with RedisEngine(f"redis+cluster://{server.address}", **PATIENT) as engine:
             assert await engine.store() == [False] * 8
-
-            async def asked_twice():
-                return sum(words[0].upper() == b"CLUSTER" for words in server.commands) > 1
-
-            await until(asked_twice)
+            await until(lambda: server.sent(b"CLUSTER") > 1)
             (line,) = lines()
             assert f"{server.address}: CLUSTER refused: ERR This instance has cluster" in line
             tables.append(table((0, NUM_SLOTS - 1, "127.0.0.1", server.port)))
-
-            async def known_again():
-                return len(lines()) == 2
-
-            await until(known_again)
+            await until(lambda: len(lines()) == 2)
             assert "known again" in lines()[1]
 
 
@@ -186,11 +178,7 @@ async def test_servers_that_never_answer_are_said_to(kind, caplog):
         url = f"redis+{kind}://{server.address}{rest}"
         async with RedisEngine(url, connect_timeout_s=0.1) as engine:
             await engine.store()
-
-            async def said():
-                return f"{server.address}: no reply in time" in caplog.text
-
-            await until(said)
+            await until(lambda: f"{server.address}: no reply in time" in caplog.text)
 
 
 class Endless:
@@ -243,13 +231,8 @@ async def test_a_redirect_to_a_stranger_brings_it_no_password(word, password_fil
                 await asyncio.sleep(0.05)
                 assert thief.accepted == 0
                 assert engine.count(f"refused_{word.lower()}") > 0
-                asked = sum(words[0].upper() == b"CLUSTER" for words in server.commands)
-
-                async def asks_for_the_table():
-                    seen = sum(words[0].upper() == b"CLUSTER" for words in server.commands)
-                    return seen > asked or seen > 1
-
-                await until(asks_for_the_table)
+                asked = min(server.sent(b"CLUSTER"), 1)
+                await until(lambda: server.sent(b"CLUSTER") > asked)
 
 
 NOWHERE = ["127.0.0.1:99999", f"127.0.0.1:{'9' * 200}", "a\0b:1", ":7000", f"{'x' * 300}:1", "?:1"]

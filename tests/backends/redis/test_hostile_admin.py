@@ -13,7 +13,7 @@ from redis_fakes import FakeRedis, bulk, polite, table
 
 from kvoffload import open_backend
 from kvoffload.backends.admin import Check, Garbage
-from tests.support.redis_engine import PATIENT
+from tests.support.redis_engine import PATIENT, until
 
 EVIL = b"-ERR \x1b[2J\rforged" + b"x" * 50_000
 COMMANDS = {
@@ -160,8 +160,7 @@ async def test_a_value_that_is_only_announced_takes_no_memory():
     async with FakeRedis(answer) as server, opened(server) as backend:
         before = resident_bytes()
         verifying = asyncio.ensure_future(COMMANDS["verify"](backend))
-        while not any(words[0] == b"GET" for words in server.commands):  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
+        await until(lambda: server.sent(b"GET") > 0)
         await asyncio.sleep(0.2)
         assert resident_bytes() - before < 64 << 20
         verifying.cancel()
@@ -176,8 +175,7 @@ async def test_a_cancelled_command_ends_its_scan():
 
     async with FakeRedis(answer) as server, opened(server) as backend:
         purging = asyncio.ensure_future(backend.purge(["n"]))
-        while len(server.commands) < 20:  # noqa: ASYNC110 - the server's turn
-            await asyncio.sleep(0.01)
+        await until(lambda: len(server.commands) >= 20)
         purging.cancel()
         await asyncio.wait([purging])
         await asyncio.sleep(0.2)

@@ -94,11 +94,7 @@ async def test_a_probe_whose_connection_closes_at_once_leaves_one_probe(
     while not node.is_open:
         await ask(backend)
     server.start()
-
-    async def back():
-        return len(closed_at_once) == 3 and not node.is_open
-
-    await until(back)
+    await until(lambda: len(closed_at_once) == 3 and not node.is_open)
     assert set(counts) == {1}
     assert (await backend.contains(keys_of(1)), backend.usage().gauges["connections"]) == (
         [False],
@@ -145,11 +141,7 @@ async def test_a_probe_goes_on_although_the_system_has_no_more_threads(
     while not backend.counters().get("breaker_opened"):
         assert await ask(backend) == 1
     probes = backend.counters().get("probes", 0)
-
-    async def probed_again():
-        return backend.counters().get("probes", 0) > probes + 1
-
-    await until(probed_again)
+    await until(lambda: backend.counters().get("probes", 0) > probes + 1)
     server.start()
 
     async def back():
@@ -205,11 +197,7 @@ async def test_a_lookup_at_the_end_of_a_probe_uses_its_connection(server, backen
     while not node.is_open:
         await ask(backend)
     server.start()
-
-    async def back():
-        return bool(replies)
-
-    await until(back)
+    await until(lambda: bool(replies))
     node._probing.join()
     assert backend.usage().gauges["connections"] == 1
 
@@ -265,7 +253,7 @@ async def hits(backend, keys):
     return all(await backend.read(keys, slots(len(keys))))
 
 
-async def disconnected(backend):
+def disconnected(backend):
     return backend.usage().gauges["connections"] == 0
 
 

@@ -1,7 +1,5 @@
 """Values that another version of kvoffload stored: misses, which stay until they are replaced."""
 
-import asyncio
-
 import pytest
 import redis
 from disk_commands import answered, kvoffload
@@ -10,6 +8,7 @@ from kvoffload.backends.header import COMPACT_BYTES
 from kvoffload.backends.redis import backend as redis_backend
 from kvoffload.testing.backends import filled, keys_of, slots
 from tests.support.other_version import OTHERS, VERSION, resealed
+from tests.support.redis_engine import until
 from tests.support.redis_server import BINARY, MISSING
 
 pytestmark = pytest.mark.skipif(BINARY is None, reason=MISSING)
@@ -31,8 +30,7 @@ def value_of(server, name):
 
 async def settle(backend):
     """Wait for the second look at damaged values."""
-    while backend._suspects:  # noqa: ASYNC110 - on a thread
-        await asyncio.sleep(0.01)
+    await until(lambda: not backend._suspects)
 
 
 @OTHERS

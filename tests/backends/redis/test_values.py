@@ -8,6 +8,7 @@ from kvoffload.backends.base import WriteResult
 from kvoffload.backends.redis import node
 from kvoffload.backends.redis.sealer import Sealer
 from kvoffload.testing.backends import CHUNK_BYTES, filled, keys_of, slots
+from tests.support.redis_engine import until
 from tests.support.redis_server import BINARY, MISSING
 
 pytestmark = pytest.mark.skipif(BINARY is None, reason=MISSING)
@@ -80,8 +81,7 @@ async def test_a_damaged_value_is_a_miss_is_removed_and_can_be_stored_again(
     await backend.write(keys, filled(keys))
     tamper(empty, change)
     assert await backend.read(keys, slots(1)) == [False], what
-    while empty.cli("dbsize") != "0":  # noqa: ASYNC110 - it happens in the server
-        await asyncio.sleep(0.01)
+    await until(lambda: empty.cli("dbsize") == "0")
     assert await backend.write(keys, filled(keys)) == [True]
     assert await backend.read(keys, slots(1)) == [True]
     assert backend.usage().gauges["breakers_open"] == 0
@@ -160,8 +160,7 @@ async def test_a_key_of_another_type_is_a_miss(empty, opened):
     empty.cli("del", name)
     empty.cli("rpush", name, "x")
     assert await backend.read(keys, slots(2)) == [False, True]
-    while name in empty.cli("keys", "*"):  # noqa: ASYNC110 - it happens in the server
-        await asyncio.sleep(0.01)
+    await until(lambda: name not in empty.cli("keys", "*"))
     assert await backend.contains(keys) == [False, True]
     assert await backend.write(keys, filled(keys)) == [True, True]
     assert await backend.read(keys, slots(2)) == [True, True]
@@ -181,8 +180,7 @@ async def test_a_value_of_a_wrong_size_costs_no_other_chunk(empty, value, misses
     name = next(n for n in empty.cli("keys", "*").splitlines() if keys[5].hex() in n)
     set_to(empty, name, value)
     assert (await backend.read(keys, slots(24))).count(False) <= misses
-    while empty.cli("exists", name) == "1":  # noqa: ASYNC110 - it happens in the server
-        await asyncio.sleep(0.01)
+    await until(lambda: empty.cli("exists", name) == "0")
     assert empty.cli("dbsize") == "23"
     assert (await backend.read(keys, slots(24))).count(False) == 1
     assert backend.counters()["read_corrupt_size"] == 1
@@ -237,25 +235,23 @@ async def test_a_server_that_stops_answering_is_noticed_while_nothing_is_asked(
     empty.pause()
     try:
         async with asyncio.timeout(20):
-            while not backend.usage().gauges["breakers_open"]:  # noqa: ASYNC110 - in the loop
-                await asyncio.sleep(0.02)
+            await until(lambda: backend.usage().gauges["breakers_open"] > 0)
     finally:
         empty.resume()
 
 
-async def facts_are_there(server, namespace):
-    while "llama" not in server.cli("get", f"kvoffload:{namespace}:facts"):  # noqa: ASYNC110
-        await asyncio.sleep(0.02)
+async def facts_are_there(server):
+    await until(lambda: "llama" in server.cli("get", "kvoffload:n:facts"))
 
 
 async def test_facts_are_back_soon_after_a_flush(empty, opened):
     backend = opened(empty)
     await backend.describe({"model": "llama"})
-    await facts_are_there(empty, "n")
+    await facts_are_there(empty)
     empty.cli("flushall")
     keys = keys_of(2)
     await backend.write(keys, filled(keys))
-    await facts_are_there(empty, "n")
+    await facts_are_there(empty)
 
 
 async def test_loads_alone_keep_the_facts_alive(empty, opened):
@@ -263,9 +259,7 @@ async def test_loads_alone_keep_the_facts_alive(empty, opened):
     keys = keys_of(2)
     await backend.describe({"model": "llama"})
     await backend.write(keys, filled(keys))
-    await facts_are_there(empty, "n")
-    while int(empty.cli("pttl", "kvoffload:n:facts")) > 99_000:  # noqa: ASYNC110
-        await asyncio.sleep(0.05)
+    await facts_are_there(empty)
+    await until(lambda: int(empty.cli("pttl", "kvoffload:n:facts")) <= 99_000)
     await backend.read(keys, slots(2))
-    while int(empty.cli("pttl", "kvoffload:n:facts")) < 99_000:  # noqa: ASYNC110
-        await asyncio.sleep(0.02)
+    await until(lambda: int(empty.cli("pttl", "kvoffload:n:facts")) >= 99_000)

@@ -80,14 +80,10 @@ async def test_what_hangs_while_all_else_is_answered_is_an_outage(server, hung):
                     await engine.store(new)
                 tried += 1
             assert tried <= 3
-            await until(lambda: counted(engine, "probes", 2))
+            await until(lambda: engine.count("probes") >= 2)
             assert engine.count("breaker_closed") == 0
             setattr(proxy, way, [])
             await until(engine.hits)
-
-
-async def counted(engine, name, times):
-    return engine.count(name) >= times
 
 
 async def test_too_slow_for_lookups_it_is_left_alone_until_it_is_quick_again(server):
