@@ -1,8 +1,10 @@
 """The conformance suite of a store in Redis, whose values the suite damages."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
+from kvoffload import open_backend
 from kvoffload.testing.backends import PersistentBackendSuite
+from tests.support.redis_engine import PATIENT
 from tests.support.redis_server import RedisServer
 
 TURN_THE_LAST_BYTE = """
@@ -14,6 +16,12 @@ redis.call("set", KEYS[1], value:sub(1, -2) .. string.char((value:byte(-1) + 1) 
 class RedisSuite(PersistentBackendSuite):
     servers: Sequence[RedisServer]
     tls: Sequence[str] = ()
+    options: Mapping[str, object] = {}
+    """Beside the URL of the only server, or in its place."""
+
+    def open(self, namespace):
+        options = {"url": self.servers[0].url, **PATIENT, **self.options}
+        return open_backend("redis", options, namespace)
 
     def damage(self, backend, key):
         found = 0

@@ -15,11 +15,13 @@ from tests.support.redis_server import BINARY, MISSING, RedisServer, free_port
 pytestmark = pytest.mark.skipif(BINARY is None, reason=MISSING)
 
 
-async def test_a_survey_counts_each_namespace_and_a_purge_removes_only_what_it_names(server):
+async def test_a_survey_counts_each_namespace_and_a_purge_removes_only_what_it_names(
+    server, opened
+):
     server.cli("set", "somebody:else", "1")
     await store(server.url, "one", 3, {"model": "m"})
     await store(server.url, "one:more", 2)  # its name begins with the other's
-    backend = open_backend("redis", {"url": server.url}, "x")
+    backend = opened(server, "x")
     assert all(isinstance(backend, protocol) for protocol in COMMANDS.values())
     one, more = (await backend.survey()).held
     assert (one.namespace, one.chunks, one.facts) == ("one", 3, {"model": "m"})
@@ -29,28 +31,26 @@ async def test_a_survey_counts_each_namespace_and_a_purge_removes_only_what_it_n
     (left,) = (await backend.survey()).held
     assert left.namespace == "one:more"
     assert server.cli("exists", "somebody:else") == "1"
-    await backend.close()
 
 
-async def test_a_whole_cluster_is_surveyed_and_purged(cluster):
+async def test_a_whole_cluster_is_surveyed_and_purged(cluster, opened):
     url = f"redis+cluster://127.0.0.1:{cluster[0].port}"
     await store(url, "spread", 30)
-    backend = open_backend("redis", {"url": url, **PATIENT}, "x")
+    backend = opened(url, "x")
     assert [holding.chunks for holding in (await backend.survey()).held] == [30]
     findings = await backend.diagnose()
     assert not any(finding.verdict == "failed" for finding in findings), findings
     assert await backend.purge(["spread"]) == 30
     assert (await backend.survey()).held == []
-    await backend.close()
 
 
-async def test_a_server_that_left_the_cluster_hides_no_chunk_from_an_operator(cluster, tmp_path):
+async def test_a_server_that_left_the_cluster_hides_no_chunk_from_an_operator(
+    cluster, opened, tmp_path
+):
     alone = RedisServer(tmp_path / "alone", "--cluster-enabled", "yes")
     await store(f"redis+cluster://127.0.0.1:{cluster[0].port}", "spread", 30)
     hosts = f"127.0.0.1:{alone.port},127.0.0.1:{cluster[0].port}"
-    backend = open_backend("redis", {"url": f"redis+cluster://{hosts}", **PATIENT}, "x")
-    assert await backend.purge(["spread"]) == 30
-    await backend.close()
+    assert await opened(f"redis+cluster://{hosts}", "x").purge(["spread"]) == 30
     url = f"redis+cluster://127.0.0.1:{alone.port}"
     assert (await verdicts(url))["reachable"] == "failed"
     alone.stop()
@@ -73,16 +73,13 @@ async def verdicts(url, **options):
     return {finding.check: finding.verdict for finding in findings}
 
 
-async def test_an_examination_names_what_should_be_changed(server, tmp_path):
+async def test_an_examination_names_what_should_be_changed(server, key_file):
     assert (await verdicts(server.url))["policy"] == "warning"
     server.cli("config", "set", "maxmemory", "256mb")
     assert (await verdicts(server.url))["policy"] == "warning"  # noeviction
     server.cli("config", "set", "maxmemory-policy", "allkeys-lru")
     assert (await verdicts(server.url))["authenticity"] == "warning"
-    secret = tmp_path / "secret"
-    secret.write_text("0123456789abcdef" * 4)
-    secret.chmod(0o600)
-    found = await verdicts(server.url, secret_file=str(secret))
+    found = await verdicts(server.url, secret_file=key_file())
     # How fast a busy machine is says nothing of the server's settings.
     speed = {found.pop("latency"), found.pop("throughput")}
     assert set(found.values()) == {"ok"}, found

@@ -35,16 +35,10 @@ LIES = {
 }
 
 
-@pytest.fixture
-def secret_file(tmp_path):
-    (tmp_path / "secret").write_text("0123456789abcdef" * 3)
-    return str(tmp_path / "secret")
-
-
 @pytest.mark.parametrize("authenticated", [False, True])
 @pytest.mark.parametrize("lie", LIES)
-async def test_replies_that_belong_to_others_are_misses(server, secret_file, lie, authenticated):
-    options = {"connections": 1, "secret_file": secret_file if authenticated else ""}
+async def test_replies_that_belong_to_others_are_misses(server, key_file, lie, authenticated):
+    options = {"connections": 1, "secret_file": key_file() if authenticated else ""}
     async with FaultProxy("127.0.0.1", server.port) as proxy:
         async with RedisEngine(f"redis://127.0.0.1:{proxy.port}", **options) as engine:
             await engine.back()

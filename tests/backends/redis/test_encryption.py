@@ -11,16 +11,16 @@ from kvoffload import open_backend
 from kvoffload.errors import ConfigError
 from kvoffload.offload.base import tenant_id
 from kvoffload.testing.backends import filled, keys_of, payload_of, slots
-from tests.support.redis_engine import PATIENT
 from tests.support.redis_server import BINARY, MISSING
 
 pytestmark = pytest.mark.skipif(BINARY is None, reason=MISSING)
 OLD, NEW = "0123456789abcdef" * 4, "fedcba9876543210" * 4
 
 
-def open_redis(server, keys=None):
-    encryption = {"encryption": {"key_file": keys}} if keys else {}
-    return open_backend("redis", {"url": server.url, **PATIENT, **encryption}, "n")
+@pytest.fixture
+def open_redis(empty, opened):
+    """Opens a tier that encrypts with the keys of a file, if there is one."""
+    return lambda keys: opened(empty, encryption={"key_file": keys}) if keys else opened(empty)
 
 
 def values(server):
@@ -28,8 +28,10 @@ def values(server):
         return {name.decode(): client.get(name) for name in client.keys("kvoffload:*{*")}
 
 
-async def test_an_engine_without_the_key_neither_sees_nor_removes_encrypted_values(empty, key_file):
-    keys, plain, secret = keys_of(2), open_redis(empty), open_redis(empty, key_file(OLD))
+async def test_an_engine_without_the_key_neither_sees_nor_removes_encrypted_values(
+    empty, open_redis, key_file
+):
+    keys, plain, secret = keys_of(2), open_redis(None), open_redis(key_file(OLD))
     assert all(await secret.write(keys, filled(keys)))
     stored = values(empty)
     assert {name.split(":")[2] for name in stored} == {"gcm"}
@@ -39,31 +41,29 @@ async def test_an_engine_without_the_key_neither_sees_nor_removes_encrypted_valu
     assert all(await plain.write(keys, filled(keys)))
     assert all(await secret.read(keys, slots(2)))
     assert values(empty).items() >= stored.items()
-    for backend in (plain, secret):
-        await backend.close()
 
 
-async def test_old_keys_are_read_and_a_lost_one_is_a_miss_that_a_store_replaces(empty, key_file):
-    keys, old = keys_of(2), open_redis(empty, key_file(OLD))
+async def test_old_keys_are_read_and_a_lost_one_is_a_miss_that_a_store_replaces(
+    open_redis, key_file
+):
+    keys, old = keys_of(2), open_redis(key_file(OLD))
     assert all(await old.write(keys, filled(keys)))
-    rotated = open_redis(empty, key_file(NEW, OLD, name="rotated"))
+    rotated = open_redis(key_file(NEW, OLD, name="rotated"))
     assert all(await rotated.read(keys, slots(2)))
-    new = open_redis(empty, key_file(NEW, name="new"))
+    new = open_redis(key_file(NEW, name="new"))
     assert await new.read(keys, slots(2)) == [False] * 2
     assert new.counters()["read_other_key"] == 2
     assert not [name for name in new.counters() if "corrupt" in name]
     assert await new.contains(keys) == [False] * 2
     assert all(await new.write(keys, filled(keys)))
     assert all(await new.read(keys, slots(2)))
-    for backend in (old, rotated, new):
-        await backend.close()
 
 
-async def test_verify_checks_headers_without_the_key_and_values_with_it(empty, key_file):
+async def test_verify_checks_headers_without_the_key_and_values_with_it(
+    empty, open_redis, key_file
+):
     keys, path = keys_of(3), key_file(OLD)
-    backend = open_redis(empty, path)
-    assert all(await backend.write(keys, filled(keys)))
-    await backend.close()
+    assert all(await open_redis(path).write(keys, filled(keys)))
     name, value = next(iter(values(empty).items()))
     with redis.Redis(port=empty.port) as client:
         client.set(name, value[:-1] + bytes([value[-1] ^ 1]), keepttl=True)
@@ -75,9 +75,11 @@ async def test_verify_checks_headers_without_the_key_and_values_with_it(empty, k
 
 
 @pytest.mark.parametrize("is_encrypted", [False, True])
-async def test_the_values_of_one_tenant_are_erased_and_no_other(empty, key_file, is_encrypted):
+async def test_the_values_of_one_tenant_are_erased_and_no_other(
+    empty, open_redis, key_file, is_encrypted
+):
     path = key_file(OLD) if is_encrypted else None
-    keys, backend = keys_of(6), open_redis(empty, path)
+    keys, backend = keys_of(6), open_redis(path)
     tenants = [tenant_id("a"), tenant_id("a"), tenant_id("b"), tenant_id("b"), b"", b""]
     assert all(await backend.write(keys, filled(keys), tenants))
     given = ("-o", f"encryption={json.dumps({'key_file': path})}") if path else ()
@@ -89,7 +91,6 @@ async def test_the_values_of_one_tenant_are_erased_and_no_other(empty, key_file,
     assert await backend.contains(keys) == [False] * 2 + [True] * 4
     report = await asyncio.to_thread(answered, "gc", empty.url, "--tenant", "b")
     assert report["removed"] == (0 if is_encrypted else 2)
-    await backend.close()
 
 
 def test_a_secret_file_beside_the_key_is_refused(key_file):

@@ -14,17 +14,6 @@ from kvoffload.backends.redis.discovery import NUM_SLOTS, REFRESH_EVERY_S
 from kvoffload.backends.redis.resp import MAX_TABLE_BYTES, ProtocolError, ReplyReader
 from tests.support.redis_engine import PATIENT, RedisEngine, until
 
-PASSWORD = "correct horse battery staple"
-
-
-@pytest.fixture
-def password_file(tmp_path):
-    path = tmp_path / "password"
-    path.write_text(PASSWORD)
-    path.chmod(0o600)
-    return str(path)
-
-
 # ---- words of a server -------------------------------------------------------------------------
 
 
@@ -211,7 +200,7 @@ def test_a_table_without_end_is_given_up_at_its_bound(element):
 
 
 @pytest.mark.parametrize("word", ["MOVED", "ASK"])
-async def test_a_redirect_to_a_stranger_brings_it_no_password(word, password_file):
+async def test_a_redirect_to_a_stranger_brings_it_no_password(word, key_file):
     async with FakeRedis(polite) as thief:
 
         def answer(words):
@@ -223,7 +212,7 @@ async def test_a_redirect_to_a_stranger_brings_it_no_password(word, password_fil
 
         async with FakeRedis(answer) as server:
             url = f"redis+cluster://{server.address}"
-            async with RedisEngine(url, password_file=password_file, **PATIENT) as engine:
+            async with RedisEngine(url, password_file=key_file(), **PATIENT) as engine:
                 for _ in range(3):
                     assert await engine.load() == [False] * 8
                     assert await engine.store() == [False] * 8

@@ -9,7 +9,6 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import redis
 
-from kvoffload import open_backend
 from kvoffload.backends.base import ReadResult
 from kvoffload.backends.redis.circuit_breaker import CircuitBreaker
 from kvoffload.testing.backends import CHUNK_BYTES, filled, keys_of, slots
@@ -21,12 +20,10 @@ RECONNECTS = 12
 
 
 @pytest.fixture
-async def backend(server):
-    options = {"url": server.url, "connect_timeout_s": 5.0, "lookup_timeout_s": 5.0}
-    backend = open_backend("redis", options, "node")
+async def backend(server, opened):
+    backend = opened(server, "node", timeout_s=0.5)
     await backend.contains(keys_of(1))
-    yield backend
-    await backend.close()
+    return backend
 
 
 def node_of(backend):
@@ -202,10 +199,9 @@ async def test_a_lookup_at_the_end_of_a_probe_uses_its_connection(server, backen
     assert backend.usage().gauges["connections"] == 1
 
 
-async def test_a_cancelled_load_returns_long_before_its_deadline(server):
+async def test_a_cancelled_load_returns_long_before_its_deadline(server, opened):
     """The thread is in a system call of the kernel's, with a minute to go."""
-    options = {"url": server.url, "timeout_s": 120.0, "connect_timeout_s": 5.0}
-    backend = open_backend("redis", options, "node")
+    backend = opened(server, "node", timeout_s=120.0)
     keys, memory = keys_of(8), [bytearray(CHUNK_BYTES) for _ in range(8)]
     views = [memoryview(block) for block in memory]
     assert all(await backend.write(keys, filled(keys)))
@@ -227,12 +223,10 @@ async def test_a_cancelled_load_returns_long_before_its_deadline(server):
         block.clear()  # BufferError if anything still has a hold on it
     await until(lambda: hits(backend, keys))
     assert backend.usage().gauges["breakers_open"] == 0
-    await backend.close()
 
 
-async def test_a_close_ends_calls_at_once(server):
-    options = {"url": server.url, "timeout_s": 120.0, "connect_timeout_s": 5.0}
-    backend = open_backend("redis", options, "node")
+async def test_a_close_ends_calls_at_once(server, opened):
+    backend = opened(server, "node", timeout_s=120.0)
     keys = keys_of(8)
     assert all(await backend.write(keys, filled(keys)))
     server.pause()

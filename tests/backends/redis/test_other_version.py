@@ -66,12 +66,9 @@ async def test_a_value_of_another_version_may_have_another_length(empty, edit, o
     assert backend.counters()["read_other_version"] == 1
 
 
-async def test_an_authenticated_value_of_another_version_stays_too(empty, tmp_path, opened):
+async def test_an_authenticated_value_of_another_version_stays_too(empty, key_file, opened):
     pytest.importorskip("blake3")
-    secret = tmp_path / "secret"
-    secret.write_text("0123456789abcdef" * 4)
-    secret.chmod(0o600)
-    backend = opened(empty, secret_file=str(secret))
+    backend = opened(empty, secret_file=key_file())
     keys = keys_of(1)
     assert all(await backend.write(keys, filled(keys)))
     name, content = change(empty, keys[0])

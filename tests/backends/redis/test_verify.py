@@ -68,12 +68,10 @@ async def test_a_sample_reads_a_part_and_a_rate_takes_its_time(empty):
     assert found["chunks"] == 20
 
 
-async def test_authenticated_values_are_checked_with_the_secret_and_without(empty, tmp_path):
+async def test_authenticated_values_are_checked_with_the_secret_and_without(empty, key_file):
     pytest.importorskip("blake3")
-    secret = tmp_path / "secret"
-    secret.write_text("0123456789abcdef" * 4)
-    secret.chmod(0o600)
-    await store(empty.url, "one", 2, secret_file=str(secret))
+    secret = key_file()
+    await store(empty.url, "one", 2, secret_file=secret)
     assert answered("verify", empty.url)["unauthenticated"] == 2
     known = ("verify", empty.url, "-o", f"secret_file={secret}")
     assert answered(*known)["unauthenticated"] == 0
