@@ -8,7 +8,7 @@ from disk_parts import OPENED, SIZE
 from kvoffload.backends.disk.vfs import Vfs
 from kvoffload.backends.folder.backend import FolderBackend, FolderOptions
 from kvoffload.backends.folder.evictor import Evictor
-from kvoffload.backends.folder.records import Records
+from kvoffload.backends.folder.records import HostRecord, Records
 from kvoffload.backends.folder.room import Room
 from kvoffload.config import ByteSize
 from kvoffload.testing.backends import filled
@@ -29,6 +29,19 @@ def new_evictor(root, vfs=None, *, capacity=1 << 30, evicted=lambda *names: None
 
 async def store(backend, keys, tenant=b""):
     return await backend.write(keys, filled(keys, SIZE), [tenant] * len(keys) if tenant else ())
+
+
+async def stored(root, keys, **settings):
+    """Store chunks by a process that then ends."""
+    backend = open_folder(root, **settings)
+    assert await store_at_last(backend, keys)
+    await backend.close()
+
+
+def host_record(**told):
+    """Return the record of a process that has stored nothing, but for what is told of it."""
+    nothing = dict.fromkeys(("stored_bytes", "limit_bytes", "largest_bytes", "out_of_space"), 0)
+    return HostRecord(**{"host": "h", "pid": 1, **nothing, **told})
 
 
 async def store_at_last(backend, keys, tenant=b""):

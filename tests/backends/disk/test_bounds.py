@@ -225,6 +225,7 @@ async def test_a_file_that_cannot_be_removed_does_not_stop_eviction(tmp_path):
         ("read_threads", 0),
         ("stall_s", 0.0),
         ("quarantine", -1),
+        *(("tenant_share", share) for share in (0, -1, 1.5, float("nan"))),
     ],
 )
 def test_settings_that_cannot_work_are_refused_by_name(tmp_path, field, value):

@@ -6,9 +6,7 @@ import pytest
 from disk_parts import ON_DISK, SIZE, full, open_disk
 
 from kvoffload.backends.disk.index import name_of
-from kvoffload.errors import ConfigError
 from kvoffload.policies.told_return import ToldReturn
-from kvoffload.registry import read_options
 from kvoffload.testing.backends import filled, keys_of
 
 A, B = b"a" * 16, b"b" * 16
@@ -75,13 +73,6 @@ async def test_what_leaves_or_is_not_stored_counts_no_longer(tmp_path):
     size = 2 * SLOTS * ON_DISK
     assert await backend.write(too_large, filled(too_large, size), [B]) == [False]
     assert set(tenants.of.values()) == {A}
-
-
-@pytest.mark.parametrize("share", [0, -1, 1.5, float("nan")])
-def test_a_share_that_means_nothing_is_refused(share):
-    with pytest.raises(ConfigError) as caught:
-        read_options("disk", {"root": "/kv", "tenant_share": share})
-    assert caught.value.field == "tenant_share"
 
 
 async def test_a_session_that_said_when_it_returns_keeps_its_chunks_in_a_flood(tmp_path):

@@ -42,6 +42,7 @@ def fast(monkeypatch):
         ({"timeout_s": 0}, "timeout_s"),
         ({"timeout_s": float("nan")}, "timeout_s"),
         ({"lease": 1}, "lease"),
+        *(({"tenant_share": share}, "tenant_share = ") for share in (0, -1, 1.5, float("nan"))),
         ({"secret_file": "/nowhere/secret"}, "secret_file = '/nowhere/secret': cannot be read"),
     ],
 )

@@ -8,11 +8,11 @@ from types import SimpleNamespace
 
 import pytest
 from disk_parts import SIZE, load, until
-from folder_parts import new_evictor, open_folder, store, store_at_last
+from folder_parts import host_record, new_evictor, open_folder, store, store_at_last, stored
 
 from kvoffload.backends.disk.paths import SHARDS
 from kvoffload.backends.folder import known, upkeep
-from kvoffload.backends.folder.records import HostRecord, LeaseRecord, Records
+from kvoffload.backends.folder.records import LeaseRecord, Records
 from kvoffload.backends.folder.scan import Scan
 from kvoffload.backends.header import ALIGNED_BYTES, namespace_digest
 from kvoffload.io.remote_tier import ANSWER_S
@@ -175,16 +175,13 @@ async def test_the_tail_of_a_job_is_written_first_and_so_leaves_first(tmp_path):
 
 
 async def test_a_process_that_joins_during_a_scan_keeps_its_limit_and_its_bytes(tmp_path):
-    backend, keys = open_folder(tmp_path / "share"), keys_of(4)
-    await store(backend, keys)
-    await backend.close()
     root = str(tmp_path / "share")
+    await stored(root, keys_of(4))
     evictor = new_evictor(root, HookedVfs())
     told = {"holder": "", "host": "", "capacity_bytes": 1 << 30, "resident_bytes": 0}
     told |= {"unsure_bytes": 1, "newcomer_bytes": 0, "counted": {}, "limits": {}}
     evictor.begin(LeaseRecord(**told), is_new=False)  # unsure: it scans in its first turn
-    own = {"host": "h", "pid": 1, "stored_bytes": 1000}
-    joined = HostRecord(**own, limit_bytes=5000, largest_bytes=100, out_of_space=0)
+    joined = host_record(stored_bytes=1000, limit_bytes=5000, largest_bytes=100)
     evictor.turn({"new": (joined, 0.0)})
     assert evictor.scans == 1
     assert evictor.resident_bytes == 4 * 65536 + 1000

@@ -9,13 +9,23 @@ import time
 import msgspec
 import pytest
 from disk_parts import ON_DISK, SIZE, load, until
-from folder_parts import new_evictor, open_folder, path_of, store, store_at_last, stored_bytes
+from folder_parts import (
+    host_record,
+    new_evictor,
+    open_folder,
+    path_of,
+    store,
+    store_at_last,
+    stored,
+    stored_bytes,
+)
 
 from kvoffload.backends.disk.vfs import Vfs
 from kvoffload.backends.folder import clock, scan, upkeep, waiting_writes
 from kvoffload.backends.folder.evictor import DEAD_S
-from kvoffload.backends.folder.records import HostRecord, Records
+from kvoffload.backends.folder.records import Records
 from kvoffload.testing.backends import filled, keys_of
+from tests.support.vfs import BesideVfs
 
 
 async def test_bursts_of_two_hosts_into_a_small_full_store_find_room(mounts):
@@ -85,48 +95,34 @@ async def test_at_each_moment_of_a_turn_usage_is_within_the_capacity(tmp_path, m
 
 
 async def test_a_listing_counts_once_what_its_process_stores_meanwhile(tmp_path):
-    vfs, begun, stored = Vfs(), threading.Event(), threading.Event()
+    vfs, begun, is_stored = BesideVfs(), threading.Event(), threading.Event()
     backend = open_folder(tmp_path / "share", vfs=vfs)
     assert await store_at_last(backend, keys_of(4))
     evictor = backend._housekeeper._evictor
     scans = evictor.scans
 
-    def listfacts(path, of=vfs.listfacts):
-        begun.set()
-        stored.wait(60)
-        return of(path)
+    def end_late():
+        is_stored.set()
+        while evictor.scans == scans:
+            time.sleep(0.01)
 
-    def rename(temporary, path, of=vfs.rename):
-        if path.endswith(slow.hex()):
-            stored.set()
-            while evictor.scans == scans:
-                time.sleep(0.01)
-        of(temporary, path)
-
-    vfs.listfacts, evictor._scan_due_s, evictor._scan_again_s = listfacts, 0.0, 0.0
+    vfs.on("listdir:shard:before", lambda: (begun.set(), is_stored.wait(60)))
+    evictor._scan_due_s = evictor._scan_again_s = 0.0
     assert await until(begun.is_set)
     *keys, slow = keys_of(8, "meanwhile")
     assert all(await store(backend, keys))
-    vfs.rename = rename
+    vfs.on("rename:chunk:before", end_late)
     assert await store(backend, [slow]) == [True]
     assert backend.usage().resident_bytes == stored_bytes(tmp_path / "share") == 12 * ON_DISK
 
 
 async def test_a_listing_counts_once_what_its_process_began_to_store_before(tmp_path):
-    vfs, moving, go = Vfs(), threading.Event(), threading.Event()
+    vfs, moving, go = BesideVfs(), threading.Event(), threading.Event()
     backend = open_folder(tmp_path / "share", vfs=vfs)
     assert await store_at_last(backend, keys_of(4))
     evictor = backend._housekeeper._evictor
-    (slow,) = keys_of(1, "slow")
-
-    def rename(temporary, path, of=vfs.rename):
-        if path.endswith(slow.hex()):
-            moving.set()
-            go.wait(60)
-        of(temporary, path)
-
-    vfs.rename = rename
-    task = asyncio.ensure_future(store(backend, [slow]))
+    vfs.on("rename:chunk:before", lambda: (moving.set(), go.wait(60)))
+    task = asyncio.ensure_future(store(backend, keys_of(1, "slow")))
     assert await until(moving.is_set)
     scans = evictor.scans
     evictor._scan_due_s, evictor._scan_again_s = 0.0, 0.0
@@ -137,7 +133,7 @@ async def test_a_listing_counts_once_what_its_process_began_to_store_before(tmp_
 
 
 async def test_a_listing_counts_another_hosts_chunk_whose_store_failed_here_meanwhile(tmp_path):
-    vfs, begun, go = Vfs(), threading.Event(), threading.Event()
+    vfs, begun, go = BesideVfs(), threading.Event(), threading.Event()
     backend = open_folder(tmp_path / "share", vfs=vfs)
     other = open_folder(tmp_path / "share")
     key = keys_of(1)
@@ -145,18 +141,12 @@ async def test_a_listing_counts_another_hosts_chunk_whose_store_failed_here_mean
     evictor = backend._housekeeper._evictor
     assert await until(lambda: backend.usage().resident_bytes == ON_DISK)
 
-    def listfacts(path, of=vfs.listfacts):
-        begun.set()
-        go.wait(60)
-        return of(path)
+    def fail():
+        raise OSError(errno.EIO, "as a mount says")
 
-    def rename(temporary, path, of=vfs.rename):
-        if path.endswith(key[0].hex()):
-            raise OSError(errno.EIO, "as a mount says")
-        of(temporary, path)
-
-    vfs.listfacts, vfs.rename, scans = listfacts, rename, evictor.scans
-    evictor._scan_due_s, evictor._scan_again_s = 0.0, 0.0
+    vfs.on("listdir:shard:before", lambda: (begun.set(), go.wait(60)))
+    vfs.on("rename:chunk:before", fail)
+    scans, evictor._scan_due_s, evictor._scan_again_s = evictor.scans, 0.0, 0.0
     assert await until(begun.is_set)
     assert await store(backend, key) == [False]
     go.set()
@@ -195,9 +185,8 @@ async def test_a_store_that_raises_gives_its_room_back(tmp_path):
 
 async def test_a_process_removes_what_it_could_not_remove_after_a_failed_store(tmp_path):
     """As where the connection to the server was lost: the file would take room for ever."""
-    backend, root = open_folder(tmp_path / "share"), tmp_path / "share"
-    assert await store_at_last(backend, keys_of(1))
-    await backend.close()
+    root = tmp_path / "share"
+    await stored(root, keys_of(1))
     left = path_of(root, *keys_of(1)).with_name(".test-0")
     left.touch()
     os.utime(left, (0, 0))
@@ -290,17 +279,13 @@ async def test_an_idle_evictor_hears_soon_of_a_process_that_stores(tmp_path, mon
 
 async def test_a_mount_that_frees_room_late_is_not_emptied_meanwhile(tmp_path, monkeypatch):
     """GlusterFS refuses stores for seconds after files were removed, CephFS for longer."""
-    backend, root = open_folder(tmp_path / "share"), tmp_path / "share"
-    assert await store_at_last(backend, keys_of(200))
-    await backend.close()
+    root = tmp_path / "share"
+    await stored(root, keys_of(200))
     vfs, now_s, real = Vfs(), [0.0], time.monotonic
     monkeypatch.setattr(time, "monotonic", lambda: real() + now_s[0])
     evictor = new_evictor(root, vfs)
     evictor.begin(None, is_new=False)
-    host = HostRecord(
-        host="h", pid=1, stored_bytes=0, limit_bytes=0,
-        largest_bytes=ON_DISK, out_of_space=0,
-    )  # fmt: skip
+    host = host_record(largest_bytes=ON_DISK)
 
     def left_after_failures(new_bytes=0):
         nonlocal host
@@ -320,15 +305,11 @@ async def test_a_mount_that_frees_room_late_is_not_emptied_meanwhile(tmp_path, m
 
 async def test_who_takes_over_evicts_nothing_for_failures_of_before(tmp_path):
     """Else each restart of the process that evicts would cost 3 % of what is stored."""
-    backend, root = open_folder(tmp_path / "share"), tmp_path / "share"
-    assert await store_at_last(backend, keys_of(40))
-    await backend.close()
+    root = tmp_path / "share"
+    await stored(root, keys_of(40))
     vfs = Vfs()
     evictor = new_evictor(root, vfs)
-    host = HostRecord(
-        host="h", pid=1, stored_bytes=0, limit_bytes=0,
-        largest_bytes=ON_DISK, out_of_space=5,
-    )  # fmt: skip
+    host = host_record(largest_bytes=ON_DISK, out_of_space=5)
     for failures in (5, 9):  # it takes over a second time, after another process evicted
         evictor.begin(None, is_new=False)
         told = msgspec.structs.replace(host, out_of_space=failures)
@@ -342,9 +323,8 @@ async def test_who_takes_over_evicts_nothing_for_failures_of_before(tmp_path):
 
 async def test_failures_while_a_slow_mount_is_still_evicted_evict_no_more(tmp_path, monkeypatch):
     """One turn removes three files, and 3 % of them are seven."""
-    backend, root = open_folder(tmp_path / "share"), tmp_path / "share"
-    assert await store_at_last(backend, keys_of(200))
-    await backend.close()
+    root = tmp_path / "share"
+    await stored(root, keys_of(200))
     vfs, now_s, real = Vfs(), 0.0, time.monotonic
     monkeypatch.setattr(time, "monotonic", lambda: real() + now_s)
 
@@ -378,10 +358,7 @@ async def test_an_eviction_whose_order_is_used_up_waits_for_the_next_listing_onl
     evictor = new_evictor(root, vfs, capacity=40 * ON_DISK)
     writer = open_folder(root)
     evictor.begin(None, is_new=True)
-    host = HostRecord(
-        host="h", pid=1, stored_bytes=0, limit_bytes=0,
-        largest_bytes=ON_DISK, out_of_space=0,
-    )  # fmt: skip
+    host = host_record(largest_bytes=ON_DISK)
     evictor.turn({"writer": (host, 0.0)})
     for burst in range(12):
         assert await store_at_last(writer, keys_of(10, f"{burst}"))
@@ -397,10 +374,8 @@ async def test_an_eviction_whose_order_is_used_up_waits_for_the_next_listing_onl
 
 async def one_shard(root):
     """Make a folder with 60 files in one shard, and return its path."""
-    backend = open_folder(root)
     keys = keys_of(60)
-    assert await store_at_last(backend, keys)
-    await backend.close()
+    await stored(root, keys)
     shard = path_of(root, keys[0]).parent
     for key in keys[1:]:
         (path := path_of(root, key)).rename(shard / path.name)

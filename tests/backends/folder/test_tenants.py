@@ -9,13 +9,18 @@ from collections import Counter
 
 import pytest
 from disk_parts import ON_DISK
-from folder_parts import new_evictor, open_folder, path_of, store, store_at_last, stored_bytes
+from folder_parts import (
+    host_record,
+    new_evictor,
+    open_folder,
+    path_of,
+    store,
+    store_at_last,
+    stored_bytes,
+)
 
 from kvoffload import open_backend
 from kvoffload.backends.folder import scan, upkeep
-from kvoffload.backends.folder.records import HostRecord
-from kvoffload.errors import ConfigError
-from kvoffload.registry import read_options
 from kvoffload.testing.backends import keys_of
 from tests.support.vfs import FailingVfs, HookedVfs, calls_on, kind_of
 
@@ -142,9 +147,8 @@ async def test_headers_are_read_while_the_folder_fills(tmp_path, share, scans):
     await stored(tmp_path / "kv", (A, 10))
     evictor = evictor_of(tmp_path / "kv", share, capacity=ROOMY)
     turn(evictor, 2)
-    told = {"host": "h", "pid": 1, "limit_bytes": 0, "largest_bytes": 1}
     for chunks in range(0, 20, 2):
-        record = HostRecord(**told, out_of_space=0, stored_bytes=chunks * ON_DISK)
+        record = host_record(stored_bytes=chunks * ON_DISK, largest_bytes=1)
         turn(evictor, hosts={"h": (record, 0.0)})
     assert evictor.scans == scans
 
@@ -254,10 +258,3 @@ async def test_a_flood_from_two_hosts_leaves_the_chunks_of_another_tenant(
     assert 0.8 * capacity < most <= capacity
     assert sum(host.counters().get("evicted", 0) for host in hosts) > 80
     await asyncio.gather(*(host.close() for host in hosts))
-
-
-@pytest.mark.parametrize("share", [0, -1, 1.5, float("nan")])
-def test_a_share_that_means_nothing_is_refused(share):
-    with pytest.raises(ConfigError) as caught:
-        read_options("folder", {"root": "/kv", "tenant_share": share})
-    assert caught.value.field == "tenant_share"

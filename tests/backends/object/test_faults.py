@@ -279,7 +279,8 @@ asyncio.run(main())
 """
 
 
-def end_with_calls_in_flight(times):
+@pytest.mark.parametrize("times", [1, pytest.param(100, marks=pytest.mark.chaos)])
+def test_a_process_that_closes_with_calls_in_flight_ends_cleanly(times):
     def answer(method, path):
         time.sleep(5)
         return MISSING
@@ -292,12 +293,3 @@ def end_with_calls_in_flight(times):
             )
             assert (done.returncode, done.stdout) == (0, "0\n"), done.stderr
             assert not [line for line in done.stderr.splitlines() if "pause, until" not in line]
-
-
-def test_a_process_that_closes_with_calls_in_flight_ends_cleanly():
-    end_with_calls_in_flight(1)
-
-
-@pytest.mark.chaos
-def test_a_process_that_closes_with_calls_in_flight_ends_cleanly_each_of_100_times():
-    end_with_calls_in_flight(100)
