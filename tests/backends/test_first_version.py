@@ -13,6 +13,7 @@ import pytest
 import redis
 
 from kvoffload import open_backend
+from tests.support.file_faults import flip
 from tests.support.redis_server import BINARY, MISSING, RedisServer
 
 DATA = Path(__file__).parents[1] / "data" / "first_version"
@@ -60,9 +61,7 @@ async def test_a_folder_is_served(root, io, has_snapshot):
 
 async def test_a_damaged_chunk_of_it_is_a_miss(root):
     (path,) = root.glob(f"*/??/{KEYS[1].hex()}")
-    content = bytearray(path.read_bytes())
-    content[-1] ^= 1
-    path.write_bytes(content)
+    flip(path, -1)
     settings = {"root": str(root), "capacity": "1GiB", "min_free": 0}
     backend = open_backend("disk", settings, NAMESPACE)
     try:

@@ -47,4 +47,3 @@ async def test_many_damaged_files_are_few_lines_and_all_are_counted(tmp_path, ca
     lines = messages(caplog, "failed verification")
     assert 1 <= len(lines) <= 10
     assert str(tmp_path) in lines[0]
-    await backend.close()

@@ -11,6 +11,7 @@ from kvoffload.backends.disk.backend import DiskBackend, DiskOptions
 from kvoffload.backends.disk.index import name_of
 from kvoffload.config import ByteSize
 from kvoffload.testing.backends import filled, slots, wrong_bytes
+from tests.support.disk_chunks import stored_in
 
 SIZE = 60 * 1024
 ON_DISK = 64 * 1024
@@ -84,22 +85,19 @@ def table_of(path):
 
 def flip_chunk(root, key, at):
     """Change a byte of a chunk in a slot: of its header, or from its end if negative."""
-    for path in root.glob("*/segments/*.table"):
-        if (offset := table_of(path).get(key)) is not None:
-            with open(path.with_suffix(".slots"), "r+b") as file:
-                file.seek(offset + 16)
-                size = int.from_bytes(file.read(8), "little")
-                place = offset + (at if at >= 0 else 4096 + size + at)
-                file.seek(place)
-                (byte,) = file.read(1)
-                file.seek(place)
-                file.write(bytes([byte ^ 1]))
-            return
-    raise AssertionError("no slot has the key")
+    (chunk,) = (chunk for chunk in stored_in(root) if chunk.key == key)
+    chunk.flip(at)
 
 
 async def write(backend, keys):
     return await backend.write(keys, filled(keys, SIZE))
+
+
+async def stored(root, keys, namespace="disk", **settings):
+    """Store chunks by a process that then ends."""
+    backend = open_disk(root, namespace, **settings)
+    assert await write(backend, keys) == [True] * len(keys)
+    await backend.close()
 
 
 async def load(backend, keys, size=SIZE):

@@ -19,6 +19,13 @@ def flip(path, at=None, bit=0):
             file.write(bytes([byte[0] ^ 1 << bit]))
 
 
+def overwrite(path, at, data):
+    """Write at a place."""
+    with open(path, "r+b") as file:
+        file.seek(at)
+        file.write(data)
+
+
 def cut(path):
     """Cut the second half off."""
     with contextlib.suppress(FileNotFoundError), open(path, "r+b") as file:

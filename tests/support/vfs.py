@@ -166,6 +166,25 @@ class FailingVfs(HookedVfs):
             )
 
 
+class CountedWrites(HookedVfs):
+    """Counts writes by the kinds of their paths; those that a test names by number raise."""
+
+    def __init__(self, error: Exception | None = None) -> None:
+        super().__init__()
+        self.error = error or OSError(errno.EIO, "a test")
+        self.writes: Counter[str] = Counter()
+        self.failing: dict[str, set[int]] = {}
+
+    def around(self, call: str, path: str, perform: Callable[[], T]) -> T:
+        """Count this call if it writes, and fail it if it is its turn."""
+        if call == "pwritev":
+            kind = kind_of(path)
+            self.writes[kind] += 1
+            if self.writes[kind] in self.failing.get(kind, ()):
+                raise type(self.error)(*self.error.args)  # one with frames would keep them
+        return perform()
+
+
 class StuckVfs(HookedVfs):
     """Calls chosen by :attr:`when` do not return until :meth:`release`."""
 

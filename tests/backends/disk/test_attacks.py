@@ -11,7 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from disk_parts import ON_DISK, SIZE, load, open_disk, until, write
+from disk_parts import ON_DISK, SIZE, load, open_disk, stored, until, write
 
 from kvoffload.backends.admin import Garbage
 from kvoffload.backends.disk import root_checks
@@ -276,22 +276,13 @@ async def test_a_link_among_the_writers_is_not_cleaned_up_through(tmp_path):
 
 def test_verify_names_a_link_in_place_of_a_shard_and_follows_none(tmp_path):
     (key,) = keys = keys_of(1)
-    backend = open_disk(tmp_path / "kv")
-    assert all(asyncio.run(write(backend, keys)))
-    asyncio.run(backend.close())
+    asyncio.run(stored(tmp_path / "kv", keys))
     shard = tmp_path / "kv" / namespace_digest("disk").hex() / shard_of(key)
     shard.rename(tmp_path / "elsewhere")
     shard.symlink_to(tmp_path / "elsewhere")
     found = DiskInspector(str(tmp_path / "kv"))
     assert not list(found.chunks())
     assert found.unreadable == [(str(shard), "corrupt_link")]
-
-
-def stored(root, count):
-    """Store some chunks under a root, with no engine left on it."""
-    backend = open_disk(root)
-    assert all(asyncio.run(write(backend, keys_of(count))))
-    asyncio.run(backend.close())
 
 
 NAMESPACE = namespace_digest("disk").hex()
@@ -301,7 +292,7 @@ NAMESPACE = namespace_digest("disk").hex()
 @pytest.mark.parametrize("how", ["link", "modes", "owner"])
 def test_commands_refuse_a_root_with_a_folder_that_is_not_its_users_alone(tmp_path, name, how):
     root, folder = tmp_path / "kv", tmp_path / "kv" / name
-    stored(root, 3)
+    asyncio.run(stored(root, keys_of(3)))
     if how == "link":
         folder.rename(tmp_path / "elsewhere")
         folder.symlink_to(tmp_path / "elsewhere")
@@ -317,7 +308,7 @@ def test_commands_refuse_a_root_with_a_folder_that_is_not_its_users_alone(tmp_pa
 
 
 def test_commands_refuse_a_root_that_others_may_write(tmp_path):
-    stored(tmp_path / "kv", 3)
+    asyncio.run(stored(tmp_path / "kv", keys_of(3)))
     (tmp_path / "kv").chmod(0o777)
     with pytest.raises(ConfigError, match="writable by everyone"):
         DiskInspector(str(tmp_path / "kv"))
@@ -326,7 +317,7 @@ def test_commands_refuse_a_root_that_others_may_write(tmp_path):
 def test_gc_reaches_the_folder_that_it_has_opened_and_none_that_takes_its_name(tmp_path):
     root, other = tmp_path / "kv", tmp_path / "other"
     for place in (root, other):
-        stored(place, 3)
+        asyncio.run(stored(place, keys_of(3)))
         for dead in (place / WRITERS / "dead", place / f"{SCRATCH}1" / "below"):
             dead.mkdir(parents=True)
             (dead / "0").write_bytes(b"x" * 4096)

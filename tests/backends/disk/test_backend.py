@@ -9,6 +9,7 @@ from kvoffload import open_backend
 from kvoffload.backends.disk.admin import DiskAdmin
 from kvoffload.testing import PersistentBackendSuite
 from kvoffload.testing.backends import filled, keys_of, slots
+from tests.support.file_faults import flip
 
 
 class DiskSuite(PersistentBackendSuite):
@@ -25,9 +26,7 @@ class DiskSuite(PersistentBackendSuite):
 
     def damage(self, backend, key):
         (path,) = (self.folder / "kv").glob(f"*/??/{key.hex()}")
-        content = bytearray(path.read_bytes())
-        content[-1] ^= 1
-        path.write_bytes(content)
+        flip(path, -1)
 
     async def ready(self, backend):
         assert backend.wait_ready(60)

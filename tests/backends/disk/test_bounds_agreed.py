@@ -9,7 +9,7 @@ import sys
 import time
 
 import pytest
-from disk_parts import ON_DISK, chunk_bytes, open_disk, until, write
+from disk_parts import ON_DISK, chunk_bytes, open_disk, stored, until, write
 
 from kvoffload.backends.disk.paths import BOUNDS
 from kvoffload.config import ByteSize
@@ -146,9 +146,7 @@ async def test_every_limit_that_differs_is_named_in_one_warning(tmp_path, caplog
 
 async def test_a_root_without_recorded_limits_stays_readable_and_gets_them(tmp_path, caplog):
     """As a version before these limits were kept left it."""
-    backend = open_disk(tmp_path)
-    await write(backend, keys_of(3))
-    await backend.close()
+    await stored(tmp_path, keys_of(3))
     (tmp_path / BOUNDS).unlink()
     caplog.clear()
     backend = open_disk(tmp_path, capacity=ByteSize(8 * MIB))

@@ -18,6 +18,7 @@ from kvoffload.backends.base import ReadResult
 from kvoffload.backends.disk import backend as disk_backend
 from kvoffload.backends.disk import cache_room, file_calls
 from kvoffload.testing.backends import filled, keys_of
+from tests.support.file_faults import flip
 from tests.support.kernel_files import GIB
 from tests.support.vfs import EVERY_ERROR, FailingVfs, HookedVfs, kind_of
 
@@ -35,8 +36,8 @@ class CountingVfs(HookedVfs):
         return perform()
 
 
-def opened(root, vfs):
-    backend = open_disk(root, vfs=vfs)
+def opened(root, vfs, **settings):
+    backend = open_disk(root, vfs=vfs, **settings)
     if backend.io_mode != "auto":
         pytest.skip("no direct I/O here")
     return backend
@@ -65,7 +66,6 @@ async def test_what_was_just_stored_is_loaded_from_the_page_cache(cached):
     assert await write(backend, keys) == [True] * 4
     assert await load(backend, keys) == [True] * 4
     assert calls == {"start_writeback": 4, "is_cached": 4, "read_cached": 4}
-    await backend.close()
 
 
 async def test_the_rest_is_loaded_directly_and_stays_out_of_the_page_cache(cached, tmp_path):
@@ -77,7 +77,6 @@ async def test_the_rest_is_loaded_directly_and_stays_out_of_the_page_cache(cache
     assert await load(backend, keys) == [True] * 4
     assert await load(backend, keys) == [True] * 4
     assert calls == {"is_cached": 8, "bypass_cache": 8, "preadv": 8}
-    await backend.close()
 
 
 @pytest.mark.parametrize("dropped", ["head", "tail"])
@@ -90,7 +89,6 @@ async def test_a_chunk_of_which_a_part_is_cached_is_loaded_directly(cached, tmp_
     assert await load(backend, keys, size) == [True]
     calls.pop("read_cached", None)  # of the rest, the page cache is asked by reading
     assert calls == {"is_cached": 1, "bypass_cache": 1, "preadv": 1}
-    await backend.close()
 
 
 async def test_memory_that_direct_io_cannot_use_is_filled_by_way_of_the_page_cache(
@@ -103,7 +101,6 @@ async def test_memory_that_direct_io_cannot_use_is_filled_by_way_of_the_page_cac
     calls.clear()
     assert await load(backend, keys, SIZE - 1) == [True] * 2
     assert calls == {"is_cached": 2, "preadv": 2}
-    await backend.close()
 
 
 @pytest.mark.parametrize("call", ["is_cached", "read_cached", "bypass_cache", "start_writeback"])
@@ -123,9 +120,7 @@ async def test_slots_that_cannot_be_opened_for_the_page_cache_are_read_directly(
     tmp_path, kernel_files
 ):
     vfs = HookedVfs()
-    backend = open_disk(tmp_path, form="segments", vfs=vfs)
-    if backend.io_mode != "auto":
-        pytest.skip("no direct I/O here")
+    backend = opened(tmp_path, vfs, form="segments")
     keys, open_file = keys_of(4), vfs.open
     assert await write(backend, keys) == [True] * 4
     backend._store.segments._files._kept.clear()
@@ -138,7 +133,6 @@ async def test_slots_that_cannot_be_opened_for_the_page_cache_are_read_directly(
     vfs.open = only_directly
     assert await load(backend, keys) == [True] * 4
     del vfs.open
-    await backend.close()
 
 
 @pytest.mark.parametrize("is_cold", [False, True])
@@ -147,14 +141,11 @@ async def test_damage_in_the_page_cache_or_on_the_disk_is_found(cached, tmp_path
     keys = keys_of(1)
     assert await write(backend, keys) == [True]
     (path,) = tmp_path.glob("*/??/*")
-    content = bytearray(path.read_bytes())
-    content[9000] ^= 1
-    path.write_bytes(content)
+    flip(path, 9000)
     if is_cold:
         drop(tmp_path)
     assert [each is ReadResult.CORRUPT for each in await load(backend, keys)] == [True]
     assert backend.counters() == {"corrupt": 1, "corrupt_payload": 1}
-    await backend.close()
 
 
 def test_an_old_kernel_is_asked_by_another_call(tmp_path, monkeypatch):

@@ -14,7 +14,7 @@ from kvoffload.backends.disk.vfs import Vfs
 from kvoffload.backends.header import namespace_digest, pack_header
 from kvoffload.testing import payload_of
 from kvoffload.testing.backends import filled, keys_of, slots
-from tests.support.file_faults import flip
+from tests.support.file_faults import flip, overwrite
 
 pytestmark = pytest.mark.usefixtures("as_files")
 
@@ -39,21 +39,15 @@ def files_of(root, namespace="one"):
     return {path.name: path for path in folder.glob("??/*")}
 
 
-def edit(path, offset, data):
-    with open(path, "r+b") as file:
-        file.seek(offset)
-        file.write(data)
-
-
 DAMAGE = {
-    "magic": lambda path: edit(path, 0, b"X"),
+    "magic": lambda path: overwrite(path, 0, b"X"),
     "header": lambda path: flip(path, 300),
-    "version": lambda path: edit(path, 8, b"\x07"),
+    "version": lambda path: overwrite(path, 8, b"\x07"),
     "payload": lambda path: flip(path, PAGE + 5000),
     "size": lambda path: os.truncate(path, PAGE + SIZE - 1),
     "short": lambda path: os.truncate(path, 0),
     "longer": lambda path: os.truncate(path, PAGE + SIZE + 1),
-    "zeros": lambda path: edit(path, PAGE * 2, bytes(PAGE)),
+    "zeros": lambda path: overwrite(path, PAGE * 2, bytes(PAGE)),
     "hole": lambda path: (os.truncate(path, 0), os.truncate(path, PAGE + SIZE)),
 }
 

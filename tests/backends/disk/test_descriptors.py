@@ -6,14 +6,13 @@ import resource
 import shutil
 
 import pytest
-from disk_parts import ON_DISK, SIZE, chunk_bytes, open_disk, until, write
+from disk_parts import ON_DISK, chunk_bytes, load, open_disk, stored, until, write
 
 from kvoffload.backends.disk.descriptors import MOST_KEPT, Descriptors
 from kvoffload.backends.disk.index import name_of
 from kvoffload.backends.disk.vfs import Vfs
 from kvoffload.config import ByteSize
-from kvoffload.testing import payload_of
-from kvoffload.testing.backends import keys_of, slots
+from kvoffload.testing.backends import keys_of
 
 NAMESPACES = 500
 MOST = MOST_KEPT + 4
@@ -41,9 +40,7 @@ def in_segments():
 @pytest.mark.usefixtures("few_descriptors")
 async def test_five_hundred_namespaces_and_few_descriptors(tmp_path):
     keys = keys_of(2)
-    backend = open_disk(tmp_path, "old", form="segments")
-    assert await write(backend, keys) == [True] * 2
-    await backend.close()
+    await stored(tmp_path, keys, "old", form="segments")
     (folder,) = (path for path in tmp_path.iterdir() if len(path.name) == 64)
     for i in range(1, NAMESPACES):
         shutil.copytree(folder, tmp_path / f"{i:064x}")
@@ -58,11 +55,7 @@ async def test_five_hundred_namespaces_and_few_descriptors(tmp_path):
         for key in new:  # most of them evict chunks of other namespaces
             assert await write(backend, [key]) == [True]
             assert in_segments() <= MOST
-        into = slots(120, SIZE)
-        assert await backend.read(new, into) == [True] * 120
-        assert all(
-            bytes(slot) == payload_of(key, SIZE) for key, slot in zip(new, into, strict=True)
-        )
+        assert await load(backend, new) == [True] * 120
         assert backend.counters()["evicted"] >= 100
         assert set(backend.counters()) <= {"evicted", "overwritten"}
         assert backend._housekeeper._scanner.scan(full=True)

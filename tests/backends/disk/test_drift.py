@@ -9,7 +9,7 @@ import sys
 import time
 
 import pytest
-from disk_parts import ON_DISK, SIZE, chunk_bytes, full, open_disk, until, write
+from disk_parts import ON_DISK, SIZE, chunk_bytes, full, open_disk, stored, until, write
 
 from kvoffload.backends.admin import Check
 from kvoffload.backends.disk import housekeeper as disk_housekeeper
@@ -20,7 +20,7 @@ from kvoffload.backends.disk.paths import shard_of
 from kvoffload.backends.disk.scanner import Scanner
 from kvoffload.config import ByteSize
 from kvoffload.testing.backends import filled, keys_of, slots
-from tests.support.vfs import FailingVfs, HookedVfs, StuckVfs, calls_on, kind_of
+from tests.support.vfs import BesideVfs, FailingVfs, HookedVfs, StuckVfs, calls_on, kind_of
 
 FULL = full(8)
 
@@ -42,9 +42,7 @@ async def test_chunks_that_a_person_removed_are_no_longer_counted(tmp_path, monk
 
 
 async def test_a_root_that_was_emptied_while_nothing_used_it_is_counted_anew(tmp_path):
-    backend = open_disk(tmp_path, **FULL)
-    assert await write(backend, keys_of(5)) == [True] * 5
-    await backend.close()
+    await stored(tmp_path, keys_of(5), **FULL)
     for path in tmp_path.glob("[!.]*"):  # as a shell's * names them
         shutil.rmtree(path)
     backend = open_disk(tmp_path, **FULL)
@@ -176,9 +174,7 @@ async def test_files_whose_blocks_change_after_their_writes_keep_the_figure_righ
 
 
 async def test_with_fsync_a_chunk_stored_without_is_synced_before_it_is_promised(tmp_path):
-    backend = open_disk(tmp_path)
-    assert await write(backend, keys_of(1)) == [True]
-    await backend.close()
+    await stored(tmp_path, keys_of(1))
     vfs = FailingVfs(0, errno.EIO, when=lambda call, path: call == "fsync")
     backend = open_disk(tmp_path, vfs=vfs, durability="fsync")
     before = vfs.calls
@@ -217,9 +213,7 @@ async def test_folders_of_removed_namespaces_are_not_looked_into(tmp_path):
     owner = open_disk(tmp_path, vfs=vfs)
     await write(owner, keys_of(1))
     for i in range(5):
-        generation = open_disk(tmp_path, f"generation {i}")
-        await write(generation, keys_of(1))
-        await generation.close()
+        await stored(tmp_path, keys_of(1), f"generation {i}")
         await asyncio.to_thread(Scanner(owner._store).scan, full=False)
         await owner.purge([f"generation {i}"])
     scanner = Scanner(owner._store)
@@ -260,38 +254,23 @@ async def test_the_first_chunk_stored_while_an_empty_folder_is_looked_at_is_coun
     assert owner._store.root.quota.refresh() == chunk_bytes(tmp_path) > 0
 
 
-class DepartingVfs(HookedVfs):
-    """A file in the quarantine is removed between the listing of the folder and its ``lstat``."""
-
-    departs = False
-
-    def around(self, call, path, perform):
-        if self.departs and call == "lstat" and "/.quarantine/" in path:
-            self.departs = False
-            os.unlink(path)
-        return perform()
-
-
 async def test_a_damaged_file_removed_during_a_scan_leaves_the_others_counted(tmp_path):
-    vfs = DepartingVfs()
+    """It goes between the listing of the folder and the look at the file."""
+    vfs = BesideVfs()
     owner = open_disk(tmp_path, vfs=vfs)
     await write(owner, keys_of(1))
     for number in range(3):
         (tmp_path / ".quarantine" / f"{number}-00").write_bytes(bytes(4096))
-    vfs.departs = True
+    vfs.on("listdir:quarantine:after", (tmp_path / ".quarantine" / "0-00").unlink)
     Scanner(owner._store).scan(full=True)
+    assert not vfs.acts
     kept = sum(p.stat().st_blocks * 512 for p in (tmp_path / ".quarantine").iterdir())
     assert owner._store.root.quota.refresh() == chunk_bytes(tmp_path) + kept
     assert kept == 2 * 4096
 
 
 def test_what_cannot_be_looked_at_does_not_end_inspect_and_is_no_success_for_verify(tmp_path):
-    async def store():
-        backend = open_disk(tmp_path)
-        await write(backend, keys_of(3))
-        await backend.close()
-
-    asyncio.run(store())
+    asyncio.run(stored(tmp_path, keys_of(3)))
     (folder,) = tmp_path.glob("?" * 64)
     (folder / "manifest.json").unlink()
     os.mkfifo(folder / "manifest.json")

@@ -36,13 +36,11 @@ class Beside(BesideVfs):
 
 
 @pytest.fixture
-async def pair(tmp_path, form, monkeypatch):
+def pair(tmp_path, form, monkeypatch):
     """The stores of the process that evicts, and of another one; neither does housekeeping."""
     monkeypatch.setattr(disk_housekeeper, "_TICK_S", 3600.0)
     backends = [open_disk(tmp_path, vfs=Beside()) for _ in range(2)]
-    yield [backend._store for backend in backends]
-    for backend in backends:
-        await backend.close()
+    return [backend._store for backend in backends]
 
 
 def two_stored(evicting, other):

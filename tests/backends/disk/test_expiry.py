@@ -4,7 +4,7 @@ import os
 import time
 
 import pytest
-from disk_parts import SIZE, chunk_bytes, open_disk, until, write
+from disk_parts import SIZE, chunk_bytes, open_disk, stored, until, write
 
 from kvoffload.backends.base import Removal
 from kvoffload.backends.disk import quarantine as disk_quarantine
@@ -12,6 +12,7 @@ from kvoffload.backends.disk.backend import DiskOptions
 from kvoffload.backends.disk.paths import QUARANTINE
 from kvoffload.errors import ConfigError
 from kvoffload.testing.backends import keys_of, slots
+from tests.support.file_faults import overwrite
 
 HOUR_S = 3600.0
 
@@ -74,9 +75,8 @@ async def test_a_load_by_another_process_prolongs_a_chunk(tmp_path, clock):
 
 
 async def test_what_expired_while_no_engine_ran_is_a_miss_and_leaves(tmp_path):
-    backend, keys = open_disk(tmp_path / "kv", ttl_s=HOUR_S), keys_of(2)
-    assert all(await write(backend, keys))
-    await backend.close()
+    keys = keys_of(2)
+    await stored(tmp_path / "kv", keys, ttl_s=HOUR_S)
     for path in (tmp_path / "kv").glob("*/??/*"):
         os.utime(path, (time.time() - 2 * HOUR_S,) * 2)
     backend = open_disk(tmp_path / "kv", ttl_s=HOUR_S)
@@ -98,8 +98,7 @@ async def test_damaged_files_are_kept_a_week_or_as_long_as_chunks(tmp_path, monk
     assert backend._housekeeper.expiry_period_s() == 60
     assert all(await write(backend, keys))
     (path,) = (tmp_path / "kv").glob("*/??/*")
-    with path.open("r+b") as file:
-        file.write(b"damaged")
+    overwrite(path, 0, b"damaged")
     assert await read(backend, keys) == [False]
     sweep(backend)
     assert len(list((tmp_path / "kv" / QUARANTINE).iterdir())) == 1

@@ -2,12 +2,11 @@
 
 import threading
 
-from disk_parts import ON_DISK, SIZE, chunk_bytes, full, open_disk, until, write
+from disk_parts import ON_DISK, SIZE, chunk_bytes, full, load, open_disk, stored, until, write
 
 from kvoffload.backends.disk.index import name_of
 from kvoffload.backends.disk.scanner import Scanner
-from kvoffload.testing import payload_of
-from kvoffload.testing.backends import filled, keys_of, slots
+from kvoffload.testing.backends import filled, keys_of
 from tests.support.vfs import HookedVfs, kind_of
 
 
@@ -33,25 +32,21 @@ class Beside(HookedVfs):
         return answer
 
 
-def open_segments(root, namespace="disk", chunks=64, **settings):
-    """Open a store that is full with so many chunks."""
-    return open_disk(root, namespace, form="segments", policy="lru", **full(chunks), **settings)
+SEGMENTS = {"form": "segments", "policy": "lru", **full(64)}
+
+
+def open_segments(root, namespace="disk", **settings):
+    return open_disk(root, namespace, **SEGMENTS | settings)
 
 
 async def are_right(backend, keys):
-    into = slots(len(keys), SIZE)
-    answers = await backend.read(keys, into)
-    right = [bytes(slot) == payload_of(key, SIZE) for key, slot in zip(keys, into, strict=True)]
-    assert right == [bool(answer) for answer in answers]
-    return right
+    return list(map(bool, await load(backend, keys)))
 
 
 async def test_a_segment_that_is_emptied_during_a_clean_up_costs_one_eviction(tmp_path):
     old, new, vfs = keys_of(1, "old"), keys_of(3, "new"), Beside()
-    backend = open_segments(tmp_path, "old")
-    assert await write(backend, old) == [True]
-    await backend.close()
-    backend = open_segments(tmp_path, "new", chunks=3, vfs=vfs)
+    await stored(tmp_path, old, "old", **SEGMENTS)
+    backend = open_segments(tmp_path, "new", vfs=vfs, **full(3))
     vfs.act = backend._store.segments.clean_up
     for key in new:
         assert await write(backend, [key]) == [True]
@@ -67,16 +62,14 @@ async def test_a_segment_that_is_emptied_during_a_clean_up_costs_one_eviction(tm
 async def test_a_slot_is_not_used_again_before_the_thread_that_frees_it_is_done(tmp_path):
     """The store takes over a segment in which another thread is removing a chunk."""
     old, new, vfs = keys_of(3, "old"), keys_of(4, "new"), Beside()
-    backend = open_segments(tmp_path)
-    assert await write(backend, old) == [True] * 3
-    await backend.close()
+    await stored(tmp_path, old, **SEGMENTS)
     backend = open_segments(tmp_path, vfs=vfs)
     chunk = filled(new[:1], SIZE)[0]
-    stored = []
-    vfs.act = lambda: stored.append(backend.store(new[0], chunk))
+    told = []
+    vfs.act = lambda: told.append(backend.store(new[0], chunk))
     await backend.remove(old[:1])
     vfs.thread.join(60)
-    assert stored == [True]
+    assert told == [True]
     assert await are_right(backend, [*old, new[0]]) == [False, True, True, True]
     assert await write(backend, new[1:]) == [True] * 3  # one of them in the slot that is free
     assert await are_right(backend, [*old[1:], *new]) == [True] * 6
@@ -88,9 +81,7 @@ async def test_a_slot_is_not_used_again_before_the_thread_that_frees_it_is_done(
 
 async def test_a_segment_that_another_process_removes_meanwhile_gives_its_room_back(tmp_path):
     old, vfs = keys_of(1, "old"), Beside()
-    backend = open_segments(tmp_path)
-    assert await write(backend, old) == [True]
-    await backend.close()
+    await stored(tmp_path, old, **SEGMENTS)
     evicting = open_segments(tmp_path, "other")
     backend = open_segments(tmp_path, vfs=vfs)
 
@@ -114,9 +105,7 @@ async def test_a_segment_that_another_process_removes_meanwhile_gives_its_room_b
 async def test_a_slot_that_a_process_frees_during_a_start_is_not_used_yet(tmp_path):
     """A process that starts takes over a segment while the one that evicts frees a slot of it."""
     old, new, vfs = keys_of(3, "old"), keys_of(3, "new"), Beside()
-    backend = open_segments(tmp_path)
-    assert await write(backend, old) == [True] * 3
-    await backend.close()
+    await stored(tmp_path, old, **SEGMENTS)
     evicting, backend = open_segments(tmp_path, vfs=vfs), open_segments(tmp_path)
     chunks = filled(new, SIZE)
     vfs.act = lambda: backend.store(new[0], chunks[0])

@@ -10,7 +10,7 @@ from collections import defaultdict
 from types import SimpleNamespace
 
 import pytest
-from disk_parts import ON_DISK, SIZE, open_disk, remove_at_once, until, write
+from disk_parts import ON_DISK, SIZE, open_disk, remove_at_once, stored, until, write
 
 from kvoffload.backends.disk import housekeeper as disk_housekeeper
 from kvoffload.backends.disk.paths import SNAPSHOT, WRITERS, shard_of
@@ -268,10 +268,8 @@ async def test_a_scan_that_fails_is_not_tried_again_each_second(tmp_path, monkey
 async def test_folders_that_cannot_be_listed_are_counted_and_their_chunks_stay_known(
     tmp_path, caplog
 ):
-    first = open_disk(tmp_path)
     keys = keys_of(3)
-    assert await write(first, keys) == [True] * 3
-    await first.close()
+    await stored(tmp_path, keys)
     vfs = FailingVfs(1, errno.EIO, sticky=True, when=calls_on("shard", "listdir"))
     backend = open_disk(tmp_path, vfs=vfs)
     assert backend.counters()["look_failed"] >= 1
@@ -341,16 +339,14 @@ async def test_a_manifest_that_was_removed_with_its_folder_has_the_facts_again(t
 async def test_the_start_says_how_much_of_the_root_other_namespaces_hold(tmp_path, caplog):
     """After an upgrade that changes the namespace, the folder is full and nothing is found."""
     caplog.set_level(logging.INFO)
-    old = open_disk(tmp_path, namespace="ab" * 32)
-    assert await write(old, keys_of(3)) == [True] * 3
-    await old.close()
-    for stored in (0, 1):
+    await stored(tmp_path, keys_of(3), "ab" * 32)
+    for chunks in (0, 1):
         caplog.clear()
         new = open_disk(tmp_path, namespace="cd" * 32)
         assert await until(lambda: messages(caplog, "of other ones"))
         (said,) = messages(caplog, "of other ones")
         assert said.args[1:2] + said.args[3:] == (
-            human_bytes(stored * ON_DISK),
+            human_bytes(chunks * ON_DISK),
             human_bytes(3 * ON_DISK),
         )
         assert await write(new, keys_of(1)) == [True]
@@ -360,8 +356,5 @@ async def test_the_start_says_how_much_of_the_root_other_namespaces_hold(tmp_pat
 async def test_a_root_of_one_namespace_is_not_spoken_of(tmp_path, caplog):
     caplog.set_level(logging.INFO)
     for _ in range(2):
-        backend = open_disk(tmp_path)
-        assert backend.wait_ready(60)
-        assert await write(backend, keys_of(1)) == [True]
-        await backend.close()
+        await stored(tmp_path, keys_of(1))
     assert not messages(caplog, "of other ones")

@@ -6,26 +6,19 @@ import shutil
 from functools import partial
 
 import pytest
-from disk_parts import ON_DISK, SIZE, open_disk, write
+from disk_parts import ON_DISK, SIZE, open_disk, stored
 
 from kvoffload.backends import header
 from kvoffload.backends.disk.inspector import DiskInspector
 from kvoffload.backends.disk.paths import LEDGER, WRITERS
 from kvoffload.errors import ConfigError
 from kvoffload.testing.backends import keys_of
-
-NAMESPACE = "ab" * 32
+from tests.support.file_faults import overwrite
 
 
 def inspected(root):
     """Store three chunks under a root; return its inspector."""
-
-    async def store():
-        backend = open_disk(root)
-        assert all(await write(backend, keys_of(3)))
-        await backend.close()
-
-    asyncio.run(store())
+    asyncio.run(stored(root, keys_of(3)))
     return DiskInspector(str(root))
 
 
@@ -45,9 +38,7 @@ def test_a_chunk_is_verified_whole_or_reported_as_missing(tmp_path):
     inspector = inspected(tmp_path)
     one, two, three = inspector.chunks()
     os.unlink(one.path)
-    with open(two.path, "r+b") as file:
-        file.seek(9000)
-        file.write(b"damage")
+    overwrite(two.path, 9000, b"damage")
     for pieces in (4096, 100_000):
         buffer = memoryview(bytearray(pieces))
         assert inspector.verify(one, buffer) == ("missing", 0)

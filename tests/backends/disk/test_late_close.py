@@ -6,7 +6,7 @@ import os
 from contextlib import asynccontextmanager
 
 import pytest
-from disk_parts import ON_DISK, SIZE, let_calls_hang_after, open_disk, until, write
+from disk_parts import ON_DISK, SIZE, let_calls_hang_after, open_disk, stored, until, write
 
 from kvoffload.backends.disk import housekeeper as disk_housekeeper
 from kvoffload.backends.disk.backend import DiskBackend, DiskOptions
@@ -87,9 +87,7 @@ def without_housekeeping(backend):
 
 
 async def test_a_store_closed_while_it_loads_its_snapshot_stops_and_keeps_the_snapshot(tmp_path):
-    backend = open_disk(tmp_path)
-    assert all(await write(backend, keys_of(40)))
-    await backend.close()
+    await stored(tmp_path, keys_of(40))
     (path,) = tmp_path.glob(f"*/{SNAPSHOT}")
     before = path.read_bytes()
     backend = without_housekeeping(open_disk(tmp_path))

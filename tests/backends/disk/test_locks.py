@@ -13,8 +13,6 @@ from kvoffload.backends.disk.vfs import Vfs
 from kvoffload.config import ByteSize
 from kvoffload.testing.backends import keys_of
 
-NAMESPACE = "ab" * 32
-
 
 def dead_writer(root, size=20_000):
     """Make the folder of a process killed while it wrote a chunk and a small file; return it."""

@@ -1,7 +1,7 @@
 """Chunks that another version of kvoffload stored: misses, which stay until they are replaced."""
 
 import pytest
-from disk_parts import ON_DISK, SIZE, chunk_bytes, full, open_disk, write
+from disk_parts import ON_DISK, SIZE, chunk_bytes, full, open_disk, stored, write
 
 from kvoffload.backends.admin import Check
 from kvoffload.backends.disk.admin import verify
@@ -75,10 +75,8 @@ async def test_one_that_the_index_does_not_know_is_asked_for_once_and_can_be_evi
 
 
 async def test_verify_and_its_repair_leave_them_and_count_them(tmp_path):
-    backend = open_disk(tmp_path)
     sound, other, damaged = keys_of(3)
-    assert all(await write(backend, [sound, other, damaged]))
-    await backend.close()
+    await stored(tmp_path, [sound, other, damaged])
     content = change(tmp_path, other)
     path = file_of(tmp_path, damaged)
     path.write_bytes(b"X" + path.read_bytes()[1:])
@@ -92,10 +90,8 @@ async def test_verify_and_its_repair_leave_them_and_count_them(tmp_path):
 
 async def test_verify_leaves_one_that_lies_elsewhere_or_is_short(tmp_path):
     """A later version may have other shards, and small chunks behind a small header."""
-    backend = open_disk(tmp_path)
     moved, small, sound = keys_of(3)
-    assert all(await write(backend, [moved, small, sound]))
-    await backend.close()
+    await stored(tmp_path, [moved, small, sound])
     change(tmp_path, moved)
     header = resealed(file_of(tmp_path, small).read_bytes()[:256], 256, HEADER_BYTES, 256)
     file_of(tmp_path, small).write_bytes(resealed(header, 256, VERSION, 2) + b"payload")

@@ -23,7 +23,7 @@ from kvoffload.backends.disk.vfs import Vfs
 from kvoffload.config import ByteSize
 from kvoffload.testing import payload_of
 from kvoffload.testing.backends import filled, keys_of, slots
-from tests.support.vfs import FailingVfs, HookedVfs, calls_on, kind_of
+from tests.support.vfs import BesideVfs, FailingVfs, HookedVfs, calls_on, kind_of
 
 
 def inodes(root):
@@ -137,8 +137,6 @@ async def test_a_reader_of_a_file_that_is_overwritten_misses_and_sees_no_damage(
     assert "verification" not in caplog.text
     assert not reading.holds(old)
     assert await load(reading, [new]) == [True]
-    if reading is not writing:
-        await reading.close()
 
 
 async def test_a_chunk_that_comes_back_into_its_file_under_a_reader_is_read(tmp_path):
@@ -158,16 +156,10 @@ async def test_verify_takes_an_overwritten_file_for_a_missing_one(tmp_path):
     backend = open_disk(tmp_path, **full(1))
     old, new = keys_of(2)
     assert await write(backend, [old]) == [True]
-    vfs = HookedVfs()
+    vfs = BesideVfs()
     inspector = DiskInspector(str(tmp_path), vfs)
     (chunk,) = inspector.chunks()
-
-    def around(call, path, perform):
-        if call == "fstat" and kind_of(path) == "chunk" and not backend.holds(new):
-            store(backend, new)
-        return perform()
-
-    vfs.around = around
+    vfs.on("fstat:chunk:before", lambda: store(backend, new))
     assert inspector.verify(chunk, memoryview(bytearray(1 << 16)))[0] == "missing"
     assert inspector.remove(chunk) == 0
     inspector.close()

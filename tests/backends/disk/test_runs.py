@@ -1,6 +1,5 @@
 """Chunks in slots that follow one another are moved by one call; each stands by itself."""
 
-import errno
 import time
 from collections import Counter
 
@@ -21,7 +20,7 @@ from kvoffload.backends.disk.chunk_file import MOST_IN_RUN
 from kvoffload.backends.disk.index import name_of
 from kvoffload.testing import payload_of
 from kvoffload.testing.backends import keys_of, slots
-from tests.support.vfs import HookedVfs
+from tests.support.vfs import CountedWrites, HookedVfs
 
 READS = "read_cached", "preadv"
 
@@ -129,44 +128,27 @@ async def test_a_read_that_fails_is_tried_chunk_by_chunk(tmp_path):
     assert vfs.reads.total() == 4
 
 
-class CountedCalls(HookedVfs):
-    """Counts writes, and fails those of slots that the test names by their number."""
-
-    def __init__(self):
-        super().__init__()
-        self.writes = Counter()
-        self.failing = set()
-
-    def around(self, call, path, perform):
-        if call == "pwritev" and path.endswith((".slots", ".table")):
-            ending = path.rpartition(".")[2]
-            self.writes[ending] += 1
-            if ending == "slots" and self.writes[ending] in self.failing:
-                raise OSError(errno.EIO, "a test")
-        return perform()
-
-
 async def all_are_there(backend, keys, root):
     assert all(await load(backend, keys))
     assert backend.usage().resident_bytes == chunk_bytes(root) == len(keys) * ON_DISK
 
 
 async def test_a_run_is_stored_by_three_writes(tmp_path):
-    vfs = CountedCalls()
+    vfs = CountedWrites()
     backend = open_with(vfs, tmp_path)
     first, keys = keys_of(1, "first"), keys_of(2 * MOST_IN_RUN)
     assert await write(backend, first) == [True]  # makes the segment
     vfs.writes.clear()
     assert await write(backend, keys) == [True] * len(keys)
-    assert vfs.writes == {"slots": 2, "table": 4}
+    assert (vfs.writes["slots"], vfs.writes["table"]) == (2, 4)
     await all_are_there(backend, [*first, *keys], tmp_path)
     await backend.close()
-    backend = open_with(CountedCalls(), tmp_path)
+    backend = open_with(CountedWrites(), tmp_path)
     await all_are_there(backend, [*first, *keys], tmp_path)
 
 
 async def test_runs_of_a_full_store_overwrite_runs(tmp_path):
-    vfs, chunks = CountedCalls(), 16 * MOST_IN_RUN  # a sixteenth is reserved at once
+    vfs, chunks = CountedWrites(), 16 * MOST_IN_RUN  # a sixteenth is reserved at once
     backend = open_with(vfs, tmp_path, **full(chunks), policy="lru")
     for generation in range(4):
         vfs.writes.clear()
@@ -179,9 +161,9 @@ async def test_runs_of_a_full_store_overwrite_runs(tmp_path):
 
 
 async def test_a_run_that_cannot_be_written_is_written_chunk_by_chunk(tmp_path):
-    vfs = CountedCalls()
+    vfs = CountedWrites()
     backend = open_with(vfs, tmp_path)
-    vfs.failing = {1, 3}  # the run, and its second chunk
+    vfs.failing["slots"] = {1, 3}  # the run, and its second chunk
     keys = keys_of(4)
     assert await write(backend, keys) == [True, False, True, True]
     assert backend.counters() == {"write_io_EIO": 1}
@@ -191,7 +173,7 @@ async def test_a_run_that_cannot_be_written_is_written_chunk_by_chunk(tmp_path):
 
 
 async def test_a_policy_that_raises_leaves_the_accounting_right(tmp_path, monkeypatch):
-    backend = open_with(CountedCalls(), tmp_path)
+    backend = open_with(CountedWrites(), tmp_path)
     first, keys = keys_of(1, "first"), keys_of(4)
     assert await write(backend, first) == [True]
     let_policy_refuse(backend, keys[2], monkeypatch)
@@ -205,14 +187,14 @@ async def test_a_policy_that_raises_leaves_the_accounting_right(tmp_path, monkey
 
 
 async def test_a_chunk_named_twice_in_a_call_is_stored_once(tmp_path):
-    backend = open_with(CountedCalls(), tmp_path)
+    backend = open_with(CountedWrites(), tmp_path)
     keys = keys_of(3)
     assert all(await write(backend, [*keys, keys[1]]))
     await all_are_there(backend, keys, tmp_path)
 
 
 async def test_the_uses_of_a_run_are_noted_by_one_write(tmp_path):
-    vfs = CountedCalls()
+    vfs = CountedWrites()
     backend = open_with(vfs, tmp_path)
     keys = keys_of(MOST_IN_RUN)
     assert all(await write(backend, keys))

@@ -23,7 +23,7 @@ from kvoffload.backends.encryption import CipherSeal
 from kvoffload.config import ByteSize
 from kvoffload.testing import payload_of
 from kvoffload.testing.backends import filled, keys_of
-from tests.support.vfs import BesideVfs, FailingVfs, HookedVfs, kind_of
+from tests.support.vfs import BesideVfs, CountedWrites, FailingVfs, HookedVfs, kind_of
 
 SMALL, SMALL_ON_DISK = 8192, 12288
 PLACES = 24
@@ -83,22 +83,6 @@ async def test_each_call_on_a_segment_fails_once(ram_path):
     assert nth > 120
 
 
-class Raising(HookedVfs):
-    """Raises what the test says at a call on the slots or the table that it names by number."""
-
-    def __init__(self):
-        super().__init__()
-        self.at, self.seen, self.error = {}, {"slots": 0, "table": 0}, RuntimeError("a test")
-
-    def around(self, call, path, perform):
-        kind = kind_of(path)
-        if call == "pwritev" and kind in self.seen:
-            self.seen[kind] += 1
-            if self.seen[kind] in self.at.get(kind, ()):
-                raise type(self.error)(*self.error.args)  # one with frames would keep them
-        return perform()
-
-
 async def is_exact(backend, root):
     backend._store.segments.clean_up()
     num_known = len(backend._store.index)
@@ -108,12 +92,12 @@ async def is_exact(backend, root):
 
 @pytest.mark.parametrize("kind", ["slots", "table"])
 async def test_an_unforeseen_error_of_a_run_leaks_no_slot(tmp_path, kind):
-    vfs = Raising()
+    vfs = CountedWrites(RuntimeError("a test"))
     backend = open_slots(tmp_path, vfs)
     first, keys = keys_of(1, "first"), keys_of(4)
     assert await write(backend, first) == [True]
-    vfs.seen = {"slots": 0, "table": 0}
-    vfs.at = {"slots": {1}} if kind == "slots" else {"table": {2}}
+    vfs.writes.clear()
+    vfs.failing = {"slots": {1}} if kind == "slots" else {"table": {2}}
     assert await write(backend, keys) == [False] * 4
     await is_exact(backend, tmp_path)
     assert all(await write(backend, keys))
@@ -121,14 +105,13 @@ async def test_an_unforeseen_error_of_a_run_leaks_no_slot(tmp_path, kind):
 
 
 async def test_a_policy_that_raises_while_the_table_cannot_be_written(tmp_path, monkeypatch):
-    vfs = Raising()
-    vfs.error = OSError(errno.EIO, "a test")
+    vfs = CountedWrites()
     backend = open_slots(tmp_path, vfs)
     first, keys = keys_of(1, "first"), keys_of(4)
     assert await write(backend, first) == [True]
     let_policy_refuse(backend, keys[1], monkeypatch)
-    vfs.seen = {"slots": 0, "table": 0}
-    vfs.at = {"table": {3}}  # the first that takes a chunk back
+    vfs.writes.clear()
+    vfs.failing = {"table": {3}}  # the first that takes a chunk back
     assert await write(backend, keys) == [False] * 4
     monkeypatch.undo()
     await is_exact(backend, tmp_path)
@@ -328,16 +311,16 @@ async def test_a_run_of_which_the_table_takes_a_part_is_taken_back(tmp_path, ste
 
 
 async def test_chunks_in_slots_of_two_processes_are_runs_as_well(tmp_path):
-    vfs = Raising()
+    vfs = CountedWrites()
     one, two = two_on(tmp_path, vfs, 128)
     mine, others = keys_of(16, "mine"), keys_of(16, "others")
     assert all(await write(one, mine))
     assert all(await write(two, others))
     one._store.segments.refresh(0)
     assert all(await load(one, [*mine, *others]))
-    vfs.seen["table"] = 0
+    vfs.writes.clear()
     one._store.record_use()
-    assert vfs.seen["table"] <= 1 + len(others)  # those of the other process one by one
+    assert vfs.writes["table"] <= 1 + len(others)  # those of the other process one by one
 
 
 async def test_a_policy_that_raises_among_victims_keeps_all_evictable(tmp_path, monkeypatch):

@@ -4,21 +4,18 @@ import errno
 import os
 import shutil
 
-from disk_parts import ON_DISK, SIZE, chunk_bytes, open_disk, write
+from disk_parts import ON_DISK, SIZE, chunk_bytes, open_disk, stored, write
 
 from kvoffload.backends.disk.paths import LEDGER, QUARANTINE, SNAPSHOT
 from kvoffload.backends.disk.scanner import Scanner
 from kvoffload.testing.backends import keys_of, slots
-from tests.support.vfs import FailingVfs, HookedVfs, kind_of
-
-NAMESPACE = "ab" * 32
+from tests.support.file_faults import overwrite
+from tests.support.vfs import BesideVfs, FailingVfs, kind_of
 
 
 async def test_a_link_in_place_of_one_shard_hides_no_other(tmp_path):
-    backend = open_disk(tmp_path / "store")
     keys = keys_of(40)
-    assert all(await write(backend, keys))
-    await backend.close()
+    await stored(tmp_path / "store", keys)
     first = min((tmp_path / "store").glob("*/??"))
     lost = {path.name for path in first.iterdir()}
     first.rename(tmp_path / "elsewhere")
@@ -42,30 +39,20 @@ async def test_a_full_scan_counts_the_files_in_the_quarantine(tmp_path):
     assert backend._store.root.quota.refresh() == there == ON_DISK + 4096
 
 
-class ReplacingVfs(HookedVfs):
-    """Another process stores a chunk when a reader has found the file damaged."""
-
-    good = ""
-
-    def fstat(self, fd):
-        facts = super().fstat(fd)
-        if self.good and kind_of(self._paths[fd]) == "chunk":
-            os.replace(self.good, self._paths[fd])
-        return facts
-
-
 async def test_a_good_file_that_replaced_a_damaged_one_stays_in_place(tmp_path):
-    vfs = ReplacingVfs()
+    """Another process stores a chunk when a reader has found the file damaged."""
+    vfs = BesideVfs()
     backend = open_disk(tmp_path / "store", vfs=vfs)
     keys = keys_of(1)
     assert await write(backend, keys) == [True]
     (path,) = (tmp_path / "store").glob("*/??/*")
     shutil.copy(path, tmp_path / "good")
     path.write_bytes(b"damaged")
-    vfs.good = str(tmp_path / "good")
+    vfs.on("fstat:chunk:after", lambda: (tmp_path / "good").replace(path))
     assert await backend.read(keys, slots(1, SIZE)) == [True]
     assert os.listdir(tmp_path / "store" / QUARANTINE) == []
     assert backend.counters() == {}
+    assert not vfs.acts
 
 
 async def test_a_damaged_file_that_can_be_neither_moved_nor_removed_is_absent(tmp_path):
@@ -79,8 +66,7 @@ async def test_a_damaged_file_that_can_be_neither_moved_nor_removed_is_absent(tm
     keys = keys_of(1)
     assert await write(backend, keys) == [True]
     (path,) = tmp_path.glob("*/??/*")
-    with path.open("r+b") as file:
-        file.write(b"damaged")
+    overwrite(path, 0, b"damaged")
     stuck.nth = 1
     assert await backend.read(keys, slots(1, SIZE)) == [False]
     assert (backend.holds(keys[0]), await backend.contains(keys)) == (False, [False])

@@ -15,6 +15,7 @@ from disk_parts import (
     full,
     load,
     open_disk,
+    stored,
     table_of,
     until,
     write,
@@ -31,6 +32,7 @@ from kvoffload.backends.disk.segment import Segment
 from kvoffload.backends.disk.vfs import Vfs
 from kvoffload.testing.backends import filled, keys_of, slots
 from tests.support.disk_chunks import stored_in
+from tests.support.file_faults import overwrite
 from tests.support.older_engine import older_engine
 from tests.support.vfs import BesideVfs, FailingVfs, kind_of
 
@@ -57,9 +59,7 @@ def files(root):
 
 async def test_chunks_of_both_forms_are_hits_and_leave_in_one_order(tmp_path):
     old, new = keys_of(4, "old"), keys_of(4, "new")
-    backend = open_disk(tmp_path, **full(6), policy="lru")
-    assert all(await write(backend, old))
-    await backend.close()
+    await stored(tmp_path, old, **full(6), policy="lru")
     backend = open_segments(tmp_path, **full(6), policy="lru")
     for key in new:
         assert await write(backend, [key]) == [True]
@@ -146,9 +146,8 @@ async def test_a_process_takes_over_a_segment_that_no_process_has_locked(tmp_pat
 
 async def test_a_restart_reads_and_counts_slots_without_numpy(tmp_path, monkeypatch):
     """To import it takes a tenth of a second and 20 MB in each I/O process."""
-    backend, keys = open_segments(tmp_path), keys_of(3)
-    assert await write(backend, keys) == [True] * 3
-    await backend.close()
+    keys = keys_of(3)
+    await stored(tmp_path, keys, form="segments")
     monkeypatch.setitem(sys.modules, "numpy", None)
     backend = open_segments(tmp_path)
     assert await load(backend, keys) == [True] * 3
@@ -173,16 +172,12 @@ async def test_the_slots_of_another_process_are_freed_and_used_again(tmp_path):
 
 
 def set_state(path, slot, state):
-    with open(path, "r+b") as file:
-        file.seek(64 + 64 * slot + STATE_AT)
-        file.write(bytes([state]))
+    overwrite(path, 64 + 64 * slot + STATE_AT, bytes([state]))
 
 
 async def test_what_a_dead_process_was_writing_is_freed(tmp_path):
-    backend = open_segments(tmp_path)
     keys = keys_of(4)
-    assert await write(backend, keys) == [True] * 4
-    await backend.close()
+    await stored(tmp_path, keys, form="segments")
     set_state(*tables(tmp_path), slot=1, state=255)
     backend = open_segments(tmp_path)
     assert (await load(backend, keys)).count(True) == 3
@@ -211,23 +206,17 @@ async def test_a_slot_that_cannot_be_freed_stays_counted_until_it_is(tmp_path):
     assert slot_blocks(tmp_path) == chunk_bytes(tmp_path) == 2 * ON_DISK
 
 
-def edit(path, at, data):
-    with open(path, "r+b") as file:
-        file.seek(at)
-        file.write(data)
-
-
 DAMAGE = {
     "header": (lambda t, s, k: flip_chunk(s.parents[2], k, 300), "corrupt_header"),
     "magic": (lambda t, s, k: flip_chunk(s.parents[2], k, 0), "corrupt_magic"),
     "payload": (lambda t, s, k: flip_chunk(s.parents[2], k, -9), "corrupt_payload"),
     "slots cut": (lambda t, s, k: os.truncate(s, ON_DISK - 4096), "corrupt_short"),
     "slots gone": (lambda t, s, k: os.truncate(s, 0), "read_missing"),
-    "entry's key": (lambda t, s, k: edit(t, 64 + 20, b"\0\1\2\3"), "read_missing"),
+    "entry's key": (lambda t, s, k: overwrite(t, 64 + 20, b"\0\1\2\3"), "read_missing"),
     "entry's length": (lambda t, s, k: set_state(t, 0, 100), "read_missing"),
     "two entries exchanged": (lambda t, s, k: exchange(t), "corrupt_key"),
     "table cut": (lambda t, s, k: os.truncate(t, 64), "read_missing"),
-    "table's head": (lambda t, s, k: edit(t, 13, b"\xff"), "corrupt_header"),
+    "table's head": (lambda t, s, k: overwrite(t, 13, b"\xff"), "corrupt_header"),
     "table gone": (lambda t, s, k: t.unlink(), "read_missing"),
 }
 
@@ -281,13 +270,11 @@ async def test_a_chunk_whose_bytes_were_lost_gives_its_room_back_at_its_first_lo
 
 
 async def test_a_use_counts_in_the_next_process_and_an_unused_chunk_expires(tmp_path):
-    backend = open_segments(tmp_path, ttl_s=60)
     one, two = keys_of(2)
-    assert await write(backend, [one, two]) == [True] * 2
-    await backend.close()
+    await stored(tmp_path, [one, two], form="segments", ttl_s=60)
     (table,) = tables(tmp_path)
     for slot in range(2):
-        edit(table, 64 + 64 * slot, (time.time_ns() - int(59e9)).to_bytes(8, "little"))
+        overwrite(table, 64 + 64 * slot, (time.time_ns() - int(59e9)).to_bytes(8, "little"))
     backend = open_segments(tmp_path, ttl_s=60)
     assert await load(backend, [one]) == [True]
     backend._store.record_use()
@@ -299,9 +286,7 @@ async def test_a_use_counts_in_the_next_process_and_an_unused_chunk_expires(tmp_
 
 async def test_commands_see_verify_and_remove_chunks_in_slots(tmp_path):
     for name, count in (("a", 3), ("b", 2)):
-        backend = open_segments(tmp_path, name)
-        assert all(await write(backend, keys_of(count, name)))
-        await backend.close()
+        await stored(tmp_path, keys_of(count, name), name, form="segments")
     flip_chunk(tmp_path, keys_of(3, "a")[1], -1)
     found = DiskInspector(str(tmp_path))
     survey = admin.survey(found)
@@ -323,9 +308,7 @@ async def test_commands_see_verify_and_remove_chunks_in_slots(tmp_path):
 
 
 async def test_a_purged_namespace_leaves_no_segment(tmp_path):
-    old = open_segments(tmp_path, "old")
-    assert all(await write(old, keys_of(3)))
-    await old.close()
+    await stored(tmp_path, keys_of(3), "old", form="segments")
     backend = open_segments(tmp_path, "new")
     assert all(await write(backend, keys_of(2)))
     assert await backend.purge(["old"]) == 3
@@ -389,9 +372,7 @@ async def test_a_slot_that_a_process_died_freeing_is_used_again(tmp_path, monkey
 
 
 async def test_a_segment_removed_meanwhile_is_not_taken_over(tmp_path, monkeypatch):
-    backend = open_segments(tmp_path)
-    assert await write(backend, keys_of(1)) == [True]
-    await backend.close()
+    await stored(tmp_path, keys_of(1), form="segments")
     backend, keys = open_segments(tmp_path), keys_of(2, "new")
     (table,) = tables(tmp_path)
     lock = Segment.lock
@@ -425,9 +406,7 @@ STRANGE = {
 
 @pytest.mark.parametrize("kind", STRANGE)
 async def test_something_else_in_place_of_a_table_stops_no_store(tmp_path, kind):
-    backend = open_segments(tmp_path)
-    assert await write(backend, keys_of(1)) == [True]
-    await backend.close()
+    await stored(tmp_path, keys_of(1), form="segments")
     STRANGE[kind](tables(tmp_path)[0].with_name("0" * 16 + ".table"))
     backend, new = open_segments(tmp_path), keys_of(2, "new")
     assert await write(backend, new) == [True] * 2
@@ -437,9 +416,7 @@ async def test_something_else_in_place_of_a_table_stops_no_store(tmp_path, kind)
 
 
 async def test_a_table_that_cannot_be_read_stops_no_store(tmp_path):
-    backend = open_segments(tmp_path)
-    assert await write(backend, keys_of(1)) == [True]
-    await backend.close()
+    await stored(tmp_path, keys_of(1), form="segments")
     old = str(tables(tmp_path)[0])
 
     def is_old(call, path):
@@ -508,7 +485,7 @@ async def test_a_start_has_the_order_of_the_uses_in_all_segments(tmp_path):
     for i, key in enumerate(keys):
         (table,) = [path for path in tables(tmp_path) if key in table_of(path)]
         at = 64 + table_of(table)[key] // ON_DISK * 64
-        edit(table, at, (time.time_ns() - (6 - i) % 4 * 10**9).to_bytes(8, "little"))
+        overwrite(table, at, (time.time_ns() - (6 - i) % 4 * 10**9).to_bytes(8, "little"))
     backend = open_segments(tmp_path, policy="lru")
     in_order = sorted(keys, key=lambda key: -((6 - keys.index(key)) % 4))
     uses = [backend._store.used_ns(name_of(0, key)) for key in in_order]

@@ -6,7 +6,7 @@ import random
 from math import inf
 
 import pytest
-from disk_parts import ON_DISK, open_disk, write
+from disk_parts import ON_DISK, open_disk, stored, write
 
 from kvoffload.backends.base import Spares
 from kvoffload.backends.disk.index import Index, name_of
@@ -69,11 +69,10 @@ async def test_a_process_that_does_not_evict_tells_the_one_that_does(tmp_path):
     assert not evicts._store.uses.take_unwritten()
 
 
-async def stored(root):
+async def left_by_the_killed(root):
     """Store eight chunks as a process leaves them that is killed; return their keys."""
-    keys, backend = keys_of(CHUNKS), open_disk(root)
-    assert await write(backend, keys) == [True] * CHUNKS
-    await backend.close()
+    keys = keys_of(CHUNKS)
+    await stored(root, keys)
     for snapshot in root.glob(f"*/{SNAPSHOT}"):
         snapshot.unlink()
     return keys
@@ -86,7 +85,7 @@ def held_search():
 
 @pytest.mark.usefixtures("form")
 async def test_a_disk_that_was_just_opened_spares_what_it_is_yet_to_find(tmp_path):
-    keys, vfs = await stored(tmp_path), held_search()
+    keys, vfs = await left_by_the_killed(tmp_path), held_search()
     room = {"capacity": ByteSize(CHUNKS * ON_DISK), "high_watermark": 1.0}
     backend = open_disk(tmp_path, vfs=vfs, ready=False, **room)
     backend.spare(keys[:3])
@@ -100,7 +99,7 @@ async def test_a_disk_that_was_just_opened_spares_what_it_is_yet_to_find(tmp_pat
 
 @pytest.mark.usefixtures("form")
 async def test_a_process_that_does_not_evict_tells_of_what_it_finds_later(tmp_path):
-    keys, vfs = await stored(tmp_path), held_search()
+    keys, vfs = await left_by_the_killed(tmp_path), held_search()
     open_disk(tmp_path)  # evicts
     other = open_disk(tmp_path, vfs=vfs, ready=False)
     other.spare(keys[:1])

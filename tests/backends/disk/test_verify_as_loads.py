@@ -10,12 +10,7 @@ from kvoffload.backends.disk.inspector import DiskInspector
 from kvoffload.backends.encryption import CipherSeal
 from kvoffload.backends.header import namespace_digest
 from kvoffload.testing.backends import keys_of, slots
-
-
-def flipped(path, at):
-    content = bytearray(path.read_bytes())
-    content[at] ^= 1
-    path.write_bytes(content)
+from tests.support.file_faults import flip
 
 
 def replaced(make):
@@ -27,9 +22,9 @@ def replaced(make):
 
 
 DAMAGES = {
-    "magic": (lambda path, *_: flipped(path, 0), "corrupt_magic"),
-    "header": (lambda path, *_: flipped(path, 300), "corrupt_header"),
-    "payload": (lambda path, *_: flipped(path, 9000), "corrupt_payload"),
+    "magic": (lambda path, *_: flip(path, 0), "corrupt_magic"),
+    "header": (lambda path, *_: flip(path, 300), "corrupt_header"),
+    "payload": (lambda path, *_: flip(path, 9000), "corrupt_payload"),
     "cut": (lambda path, *_: os.truncate(path, 5000), "corrupt_size"),
     "cut in its header": (lambda path, *_: os.truncate(path, 100), "corrupt_size"),
     "empty": (lambda path, *_: os.truncate(path, 0), "corrupt_size"),

@@ -6,6 +6,7 @@ import pytest
 
 from kvoffload import open_backend
 from kvoffload.testing import PersistentBackendSuite
+from tests.support.file_faults import flip
 
 
 class FolderSuite(PersistentBackendSuite):
@@ -23,9 +24,7 @@ class FolderSuite(PersistentBackendSuite):
 
     def damage(self, backend, key):
         (path,) = (self.folder / "kv").glob(f"*/??/{key.hex()}")
-        content = bytearray(path.read_bytes())
-        content[-1] ^= 1
-        path.write_bytes(content)
+        flip(path, -1)
 
 
 class TestFolder(FolderSuite):
