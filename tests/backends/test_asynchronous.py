@@ -3,6 +3,7 @@
 import asyncio
 
 import pytest
+from disk_parts import closed_later
 
 from kvoffload.backends import asynchronous
 from kvoffload.backends.asynchronous import AsyncBackend
@@ -71,20 +72,18 @@ class TestOneByOne(TestMoving):
 
 
 async def test_no_private_name_of_a_base_class_can_meet_one_of_a_subclass():
-    backend = Moving()
+    backend = closed_later(Moving())
     assert test_threaded.private_names(backend) == set()
-    await backend.close()
 
 
 async def test_a_header_tells_the_tenant():
-    backend, keys = Moving(), keys_of(1)
+    backend, keys = closed_later(Moving()), keys_of(1)
     assert await backend.write(keys, filled(keys), [b"a" * 16]) == [True]
     assert ChecksumSeal().is_of(parse_header(backend.stored[keys[0]]), b"a" * 16) is True
-    await backend.close()
 
 
 async def test_whatever_lies_under_a_key_is_verified_and_counted():
-    backend, keys = Moving(), keys_of(5)
+    backend, keys = closed_later(Moving()), keys_of(5)
     assert await backend.write(keys, filled(keys)) == [True] * 5
     backend.stored[keys[0]] = backend.stored[keys[4]]
     backend.stored[keys[1]] = backend.stored[keys[1]][:-1]
@@ -95,7 +94,6 @@ async def test_whatever_lies_under_a_key_is_verified_and_counted():
     assert sorted(arrived) == [3, 4]
     assert wrong_bytes(keys, into, answers) == []
     assert backend.counters() == {"corrupt_key": 1, "corrupt_payload": 1, "read_missing": 1}
-    await backend.close()
 
 
 async def test_a_hit_is_what_was_verified_and_not_what_a_subclass_says():
@@ -104,11 +102,10 @@ async def test_a_hit_is_what_was_verified_and_not_what_a_subclass_says():
             await super().get(key, header, into)
             return ReadResult.HIT
 
-    backend, keys = Sure(), keys_of(2)
+    backend, keys = closed_later(Sure()), keys_of(2)
     assert await backend.write(keys, filled(keys)) == [True] * 2
     backend.stored[keys[0]] = backend.stored[keys[1]]
     assert await backend.read(keys, slots(2)) == [ReadResult.CORRUPT, ReadResult.HIT]
-    await backend.close()
 
 
 async def test_the_checksum_of_a_large_chunk_is_computed_on_a_thread(monkeypatch):
@@ -121,20 +118,18 @@ async def test_the_checksum_of_a_large_chunk_is_computed_on_a_thread(monkeypatch
 
     run_once = asynchronous.run_once
     monkeypatch.setattr(asynchronous, "run_once", noted)
-    backend, keys, into = Moving(), keys_of(1), slots(1)
+    backend, keys, into = closed_later(Moving()), keys_of(1), slots(1)
     assert await backend.write(keys, filled(keys)) == [True]
     assert await backend.read(keys, into) == [True]
     assert wrong_bytes(keys, into) == []
     assert threads == ["pack", "verdict"]
-    await backend.close()
 
 
 async def test_calls_share_the_limit_of_chunks_in_flight():
-    backend, keys = Moving(at_once=3), keys_of(8)
+    backend, keys = closed_later(Moving(at_once=3)), keys_of(8)
     await backend.write(keys, filled(keys))
     await asyncio.gather(*(backend.read(keys, slots(8)) for _ in range(4)))
     assert backend.most_in_flight == 3
-    await backend.close()
 
 
 async def test_what_a_coroutine_raises_is_a_miss_of_that_chunk_alone(caplog):
@@ -144,7 +139,7 @@ async def test_what_a_coroutine_raises_is_a_miss_of_that_chunk_alone(caplog):
                 raise OSError("connection reset")
             return await super().get(key, header, into)
 
-    backend, keys = Raising(), keys_of(3)
+    backend, keys = closed_later(Raising()), keys_of(3)
     await backend.write(keys, filled(keys))
     answers = await backend.read(keys, slots(3))
     assert answers == [True, False, True]
@@ -152,7 +147,6 @@ async def test_what_a_coroutine_raises_is_a_miss_of_that_chunk_alone(caplog):
     assert backend.counters() == {"read_failed": 1}
     assert "Raising: a read failed" in caplog.text
     assert "connection reset" in caplog.text
-    await backend.close()
 
 
 async def test_a_coroutine_that_cancels_itself_is_a_miss():
@@ -160,14 +154,13 @@ async def test_a_coroutine_that_cancels_itself_is_a_miss():
         async def get(self, key, header, into):
             raise asyncio.CancelledError
 
-    backend, keys = Cancelled(), keys_of(3)
+    backend, keys = closed_later(Cancelled()), keys_of(3)
     await backend.write(keys, filled(keys))
     assert await backend.read(keys, slots(3)) == [False] * 3
-    await backend.close()
 
 
 async def test_a_cancelled_call_ends_after_its_chunks_in_flight_and_begins_no_more():
-    backend, keys, into = Moving(at_once=2), keys_of(8), slots(8)
+    backend, keys, into = closed_later(Moving(at_once=2)), keys_of(8), slots(8)
     await backend.write(keys, filled(keys))
     backend.gate.clear()
     task = asyncio.ensure_future(backend.read(keys, into))
@@ -187,7 +180,6 @@ async def test_a_cancelled_call_ends_after_its_chunks_in_flight_and_begins_no_mo
     assert all(bytes(slot) == bytes(CHUNK_BYTES) for slot in into[2:])
     assert backend.in_flight == 0
     assert await backend.read(keys, into) == [True] * 8
-    await backend.close()
 
 
 async def test_close_releases_after_the_last_chunk_and_only_once():

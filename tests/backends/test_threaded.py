@@ -6,7 +6,7 @@ import threading
 import time
 
 import pytest
-from disk_parts import until
+from disk_parts import closed_later, until
 
 from kvoffload.backends.base import ReadResult, reason_of
 from kvoffload.backends.encryption import CipherSeal
@@ -196,17 +196,16 @@ async def test_what_a_function_raises_is_a_miss_of_that_chunk_alone(base, caplog
                 raise OSError("bad sector")
             return super().load(key, into)
 
-    backend, keys, into = Raising(), keys_of(3), slots(3)
+    backend, keys, into = closed_later(Raising()), keys_of(3), slots(3)
     assert await backend.write(keys, filled(keys)) == [True] * 3
     assert await backend.read(keys, into) == [True, False, True]
     assert wrong_bytes(keys, into, [True, False, True]) == []
     assert backend.counters()["read_failed"] == 1
     assert "bad sector" in caplog.text
-    await backend.close()
 
 
 async def test_a_cancelled_read_ends_after_its_functions():
-    backend, keys = Dictionary(threads=2), keys_of(8)
+    backend, keys = closed_later(Dictionary(threads=2)), keys_of(8)
     await backend.write(keys, filled(keys))
     backend.gate.clear()
     task = asyncio.ensure_future(backend.read(keys, slots(8)))
@@ -218,7 +217,6 @@ async def test_a_cancelled_read_ends_after_its_functions():
     with pytest.raises(asyncio.CancelledError):
         await task
     assert await backend.contains(keys) == [True] * 8
-    await backend.close()
 
 
 class Interruptible(Dictionary):
@@ -248,7 +246,7 @@ class Interruptible(Dictionary):
 
 
 async def test_a_cancelled_call_interrupts_its_own_threads_and_no_others():
-    backend, keys = Interruptible(threads=2), keys_of(3)
+    backend, keys = closed_later(Interruptible(threads=2)), keys_of(3)
     backend.gate.clear()
     staying = asyncio.ensure_future(backend.read(keys[:1], slots(1)))
     assert await until(lambda: backend.inside)
@@ -262,7 +260,6 @@ async def test_a_cancelled_call_interrupts_its_own_threads_and_no_others():
     assert not backend.ended[stays].is_set()
     backend.gate.set()
     assert await staying == [False]
-    await backend.close()
 
 
 async def test_a_backend_may_limit_the_threads_of_one_call():
@@ -297,7 +294,7 @@ async def test_hung_threads_are_misses_at_once_and_close_does_not_wait_for_them(
 
 
 async def test_a_store_that_hangs_counts_as_one_on_the_threads_of_loads(caplog):
-    backend, keys = Dictionary(threads=1, store_threads=0, stall_s=0.05), keys_of(3)
+    backend, keys = closed_later(Dictionary(threads=1, store_threads=0, stall_s=0.05)), keys_of(3)
     backend.gate.clear()
     hung = asyncio.ensure_future(backend.write(keys, filled(keys)))
     try:
@@ -307,7 +304,6 @@ async def test_a_store_that_hangs_counts_as_one_on_the_threads_of_loads(caplog):
     assert backend.counters() == {"write_stalled": 2}
     assert "hung in a write" in caplog.text
     assert await hung == [True, False, False]
-    await backend.close()
 
 
 async def test_release_comes_once_and_last():
@@ -379,7 +375,7 @@ def flipped(value):
     ],
 )
 async def test_whatever_lies_under_a_key_is_verified_by_the_base_class(change, reason, result):
-    backend, keys = Moving(threads=1), keys_of(2)
+    backend, keys = closed_later(Moving(threads=1)), keys_of(2)
     assert await backend.write(keys, filled(keys)) == [True] * 2
     backend.stored[keys[0]] = change(backend.stored[keys[0]])
     into, arrived = slots(2), []
@@ -387,11 +383,10 @@ async def test_whatever_lies_under_a_key_is_verified_by_the_base_class(change, r
     assert (answers[0], answers[1]) == (result, True)
     assert arrived == [1]
     assert backend.counters() == {reason: 1}
-    await backend.close()
 
 
 async def test_a_chunk_of_another_key_namespace_or_length_is_a_miss():
-    backend, other, keys = Moving(), Moving("other"), keys_of(4)
+    backend, other, keys = closed_later(Moving()), closed_later(Moving("other")), keys_of(4)
     await backend.write(keys[:3], filled(keys[:3]))
     await other.write(keys[1:2], filled(keys[1:2]))
     backend.stored[keys[0]] = backend.stored[keys[2]]
@@ -402,8 +397,6 @@ async def test_a_chunk_of_another_key_namespace_or_length_is_a_miss():
     assert [answer.value for answer in answers] == ["missing"]
     counts = {"corrupt_key": 1, "corrupt_namespace": 1, "read_missing": 1, "read_length": 1}
     assert backend.counters() == counts
-    await backend.close()
-    await other.close()
 
 
 async def test_a_function_that_answers_true_without_a_byte_is_a_miss():
@@ -411,12 +404,11 @@ async def test_a_function_that_answers_true_without_a_byte_is_a_miss():
         def get(self, key, header, into):
             return True
 
-    backend, keys = Boasting(), keys_of(2)
+    backend, keys = closed_later(Boasting()), keys_of(2)
     await backend.write(keys, filled(keys))
     memory = filled(keys)  # the right bytes were in the slot before
     assert await backend.read(keys, memory) == [False, False]
     assert backend.counters() == {"corrupt_magic": 2}
-    await backend.close()
 
 
 async def test_an_author_gets_the_memory_of_the_caller_and_no_copy():
@@ -431,10 +423,9 @@ async def test_an_author_gets_the_memory_of_the_caller_and_no_copy():
             seen.append(chunk)
             return super().put(key, header, chunk)
 
-    backend, (key,) = Looking(), keys_of(1)
+    backend, (key,) = closed_later(Looking()), keys_of(1)
     memory = filled([key])[0]
     assert await backend.write([key], [memory]) == [True]
     assert await backend.read([key], [memory]) == [True]
     memory[:] = b"\x77" * CHUNK_BYTES
     assert [bytes(view[:2]) for view in seen] == [b"\x77\x77"] * 2
-    await backend.close()

@@ -29,11 +29,15 @@ OPENED = []
 """Backends that a test has opened; those of tests of backends are closed after it."""
 
 
+def closed_later(backend):
+    OPENED.append(backend)
+    return backend
+
+
 def open_disk(root, namespace="disk", vfs=None, *, ready=True, **settings):
     settings = DEFAULTS | settings
     form = settings.pop("form")
-    backend = DiskBackend(DiskOptions(root=str(root), **settings), namespace, vfs=vfs)
-    OPENED.append(backend)
+    backend = closed_later(DiskBackend(DiskOptions(root=str(root), **settings), namespace, vfs=vfs))
     if form == "files":
         in_form(backend, form)
     assert not ready or backend.wait_ready(60)

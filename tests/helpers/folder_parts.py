@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 
-from disk_parts import OPENED, SIZE
+from disk_parts import SIZE, closed_later
 
 from kvoffload.backends.disk.vfs import Vfs
 from kvoffload.backends.folder.backend import FolderBackend, FolderOptions
@@ -16,8 +16,8 @@ from kvoffload.testing.backends import filled
 
 def open_folder(root, namespace="folder", vfs=None, **settings):
     settings = {"capacity": ByteSize(64 << 20), "trust_parent_folders": True, **settings}
-    OPENED.append(FolderBackend(FolderOptions(root=str(root), **settings), namespace, vfs=vfs))
-    return OPENED[-1]
+    options = FolderOptions(root=str(root), **settings)
+    return closed_later(FolderBackend(options, namespace, vfs=vfs))
 
 
 def new_evictor(root, vfs=None, *, capacity=1 << 30, evicted=lambda *names: None, share=1.0):
