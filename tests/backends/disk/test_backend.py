@@ -97,13 +97,3 @@ async def test_an_examination_names_medium_io_space_sharing_and_speed(tmp_path):
     assert findings["throughput"].verdict != "failed"
     assert backend.usage().chunks == 0
     await backend.close()
-
-
-async def test_an_examination_finds_a_disk_too_full_to_be_of_use(tmp_path):
-    options = {"root": str(tmp_path / "kv"), "min_free": "1000TiB"}
-    backend = open_backend("disk", options, "ns")
-    findings = {finding.check: finding for finding in await DiskAdmin(options).diagnose()}
-    assert findings["space"].verdict == "failed"
-    assert findings["space"].remedy
-    assert findings["throughput"].verdict == "failed"
-    await backend.close()

@@ -26,17 +26,6 @@ async def write_all(backend, keys):
     return [(await backend.write([key], filled([key], SIZE)))[0] for key in keys]
 
 
-async def test_the_least_recently_used_chunks_make_room(tmp_path):
-    backend = open_disk(tmp_path, **full(4))
-    keys = keys_of(6)
-    assert await write_all(backend, keys[:4]) == [True] * 4
-    assert await backend.read(keys[:1], slots(1, SIZE)) == [True]
-    assert await write_all(backend, keys[4:]) == [True] * 2
-    assert [backend.holds(key) for key in keys] == [True, False, False, True, True, True]
-    assert {removal.key for removal in backend.take_removals()} == set(keys[1:3])
-    assert backend.usage().resident_bytes == chunk_bytes(tmp_path) == 4 * ON_DISK
-
-
 @pytest.mark.parametrize("policy_fails", [False, True])
 async def test_the_background_goes_on_evicting_after_a_store_had_to(
     tmp_path, monkeypatch, policy_fails

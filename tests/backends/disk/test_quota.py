@@ -5,11 +5,9 @@ import struct
 
 import pytest
 import xxhash
-from disk_parts import open_disk, until, write
 
 from kvoffload.backends.disk.quota import Quota, recorded_bytes
 from kvoffload.backends.disk.vfs import Vfs
-from kvoffload.testing.backends import keys_of
 
 
 def sealed(resident, changes):
@@ -58,14 +56,3 @@ def test_a_ledger_that_a_stopped_process_has_locked_is_an_error_for_those_who_on
         with pytest.raises(BlockingIOError, match="locked by another process"):
             recorded_bytes(Vfs(), str(path))
     assert recorded_bytes(Vfs(), str(path)) == 7
-
-
-async def test_a_store_with_such_a_ledger_is_set_right_and_stores(tmp_path):
-    (tmp_path / "root").mkdir(mode=0o700)
-    backend = open_disk(tmp_path / "root")
-    assert await write(backend, keys_of(1)) == [True]
-    with (tmp_path / "root" / ".ledger").open("r+b") as file:
-        file.write(ABSURD["changes"])
-    assert await write(backend, keys_of(1, "refused")) == [False]
-    assert await until(lambda: backend._store.root.quota.refresh() is not None)
-    assert await write(backend, keys_of(1, "again")) == [True]

@@ -60,7 +60,7 @@ async def test_only_probes_connect_while_a_breaker_is_open(monkeypatch):
     monkeypatch.setattr(CircuitBreaker, "probe_in", lambda self: 60.0)
     async with RedisEngine(f"redis://127.0.0.1:{free_port()}", connections=1) as engine:
         while not engine.open:
-            await engine.load()
+            assert await engine.load() == [False] * 8
         tried, lost = engine.count("connect_failed"), engine.count("read_lost_breaker_open")
         for _ in range(3):
             assert await engine.load() == [False] * 8

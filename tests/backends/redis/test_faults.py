@@ -12,7 +12,7 @@ import pytest
 
 from kvoffload.testing.backends import keys_of
 from tests.support.redis_engine import PATIENT, RedisEngine, until
-from tests.support.redis_server import BINARY, MISSING, RedisServer, free_port
+from tests.support.redis_server import BINARY, MISSING, RedisServer
 from tests.support.server_faults import killed, paused, restarted_empty
 
 pytestmark = pytest.mark.skipif(BINARY is None, reason=MISSING)
@@ -40,12 +40,6 @@ async def test_ill_it_is_left_alone_and_found_again(server, fault):
         if fault is paused:
             await until(engine.hits)  # nothing was lost meanwhile
         await engine.back()
-
-
-async def test_never_there_at_all_it_is_a_miss():
-    async with RedisEngine(f"redis://127.0.0.1:{free_port()}") as engine:
-        assert await engine.load() == [False] * 8
-        assert await engine.store() == [False] * 8
 
 
 async def test_restarted_empty_it_has_nothing(server):
