@@ -156,12 +156,17 @@ class Planned:
 
 def installed(folder, monkeypatch):
     """Register the store as ``planned`` here, and in the I/O processes started from here."""
-    info = folder / "site" / "planned_store-1.0.dist-info"
-    info.mkdir(parents=True)
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: planned-store\nVersion: 1.0\n")
     here = "tests.support.planned_store"
     entries = f"planned = {here}:PlannedStore\nshy = {here}:ShyStore\n"
-    (info / "entry_points.txt").write_text(f"[kvoffload.backends]\n{entries}")
+    register(folder, monkeypatch, f"[kvoffload.backends]\n{entries}")
+    return Planned(folder)
+
+
+def register(folder, monkeypatch, entry_points):
+    """Let this process, and those started from here, find these plug-ins."""
+    info = folder / "site" / "of_tests-1.0.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: of-tests\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(entry_points)
     monkeypatch.syspath_prepend(str(folder / "site"))
     registry._named.cache_clear()
-    return Planned(folder)

@@ -10,7 +10,6 @@ which raises. Copies between the KV cache and host memory are late, in any order
 import asyncio
 import contextlib
 import errno
-import functools
 import hashlib
 import json
 import mmap
@@ -27,7 +26,6 @@ from typing import ClassVar
 import msgspec
 import torch
 
-from kvoffload import registry
 from kvoffload.backends.base import Spares
 from kvoffload.backends.changes import ChangedKeys
 from kvoffload.backends.disk.backend import DiskBackend, DiskOptions
@@ -37,6 +35,7 @@ from kvoffload.transfer import factory
 from kvoffload.transfer.cpu.copier import CpuCopier
 from kvoffload.transfer.cuda.stream_copier import StreamCopier
 from tests.support.late_device import LateDevice
+from tests.support.planned_store import register
 from tests.support.vfs import HookedVfs
 
 KNOBS = ("hang", "hang_s", "slow", "slow_s", "raises", "length", "garbage", "refuses")
@@ -419,15 +418,9 @@ def late_copier(kv_caches, slab, layout):
 
 def install(folder, monkeypatch):
     """Register these tiers here, and in the I/O processes started from here."""
-    info = folder / "site" / "hostile_tiers-1.0.dist-info"
-    info.mkdir(parents=True)
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: hostile-tiers\nVersion: 1.0\n")
     names = ("hostile", "shy", "rough")
     lines = "".join(f"{name} = {__name__}:{name.capitalize()}\n" for name in names)
     groups = f"[kvoffload.backends]\n{lines}[kvoffload.policies]\nmoody = {__name__}:Moody\n"
-    (info / "entry_points.txt").write_text(groups)
-    monkeypatch.syspath_prepend(str(folder / "site"))
+    register(folder, monkeypatch, groups)
     monkeypatch.setattr(factory, "CpuCopier", late_copier)
     torch.set_num_threads(1)  # the stand-in of a GPU would start more of them, some time
-    registry._named.cache_clear()
-    return functools.partial(registry._named.cache_clear)

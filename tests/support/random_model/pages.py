@@ -4,7 +4,6 @@ Each page that a load calls loaded has the bytes that were stored under its key 
 no page is written to once the call that had it has ended. Counters say what the calls answered.
 """
 
-import ctypes
 import hashlib
 import random
 import threading
@@ -14,10 +13,11 @@ from itertools import count
 
 from kvoffload.config import parse_config
 from kvoffload.connectors.sglang.page_store import PageStore
+from tests.support.host_pages import Pool
 from tests.support.random_model.cache import PERIOD
 
 PARTS = (1000, 472)
-"""Bytes of the parts of a page: K and V, say."""
+"""Bytes of the parts of a page."""
 PAGE = sum(PARTS)
 MOST = 12
 """Pages of a call."""
@@ -30,30 +30,6 @@ def content(key, generation):
     """The bytes of a page; they have a period, as those of the other engines have."""
     seed = hashlib.blake2b(key + str(generation).encode(), digest_size=PERIOD).digest()
     return (seed * (PAGE // PERIOD + 1))[:PAGE]
-
-
-class Pool:
-    """Host memory of one thread: the parts of a page lie far from each other."""
-
-    def __init__(self):
-        self.memory = bytearray(MOST * PAGE)
-        self._address = ctypes.addressof(ctypes.c_char.from_buffer(self.memory))
-
-    def pages(self, number):
-        starts = (0, MOST * PARTS[0])
-        return [
-            [(self._address + start + i * size, size)
-             for start, size in zip(starts, PARTS, strict=True)]
-            for i in range(number)
-        ]  # fmt: skip
-
-    def fill(self, contents):
-        for page, data in zip(self.pages(len(contents)), contents, strict=True):
-            ctypes.memmove(page[0][0], data[: PARTS[0]], PARTS[0])
-            ctypes.memmove(page[1][0], data[PARTS[0] :], PARTS[1])
-
-    def read(self, number):
-        return [b"".join(ctypes.string_at(*part) for part in page) for page in self.pages(number)]
 
 
 class PageEngine:
@@ -134,7 +110,7 @@ class PageEngine:
     # ---- on threads of its own ----
 
     def _run(self, call):
-        draw, pool = random.Random(threading.current_thread().seed), Pool()
+        draw, pool = random.Random(threading.current_thread().seed), Pool(PARTS, MOST)
         while self._goes_on.is_set() and not self.wrong:
             first = draw.randrange(PROMPTS)
             keys = prompt(first, draw.randint(1, MOST))
@@ -150,7 +126,7 @@ class PageEngine:
                 return
             self._storing += 1
         try:
-            pool.fill([content(key, generation) for key in keys])
+            pool.put([content(key, generation) for key in keys])
             ok = self._call(self.store.save, keys, pool)
         finally:
             with self._calls:
@@ -165,19 +141,19 @@ class PageEngine:
             return
         pool.memory[:] = bytes([99]) * len(pool.memory)
         ok = self._call(store.load, keys, pool)
-        after = pool.read(len(keys))
+        after = pool.read(range(len(keys)))
         meant = {generation, self.generation}
         for key, is_loaded, data in zip(keys, ok, after, strict=True):
             if is_loaded and data not in [content(key, each) for each in meant]:
                 self.wrong.append(f"wrong bytes of page {key!r} of generation {meant}")
         self._see("loaded", sum(ok))
         time.sleep(0.002)
-        if pool.read(len(keys)) != after:
+        if pool.read(range(len(keys))) != after:
             self.wrong.append("a page was written to after its load had ended")
 
     def _call(self, call, keys, pool):
         begun_s = time.monotonic()
-        ok = call(keys, pool.pages(len(keys)))
+        ok = call(keys, pool.pages(range(len(keys))))
         took_s = time.monotonic() - begun_s
         assert len(ok) == len(keys), f"{len(ok)} answers for {len(keys)} pages"
         assert took_s < CALL_S, f"a call of pages took {took_s:.1f} s"
@@ -211,8 +187,8 @@ class PageEngine:
 
     def stores_and_loads(self):
         """Return whether a page that is stored now comes back."""
-        keys, pool = [b"rest %d" % self.draw.randrange(1 << 60)], Pool()
-        pool.fill([content(keys[0], self.generation)])
+        keys, pool = [b"rest %d" % self.draw.randrange(1 << 60)], Pool(PARTS, MOST)
+        pool.put([content(keys[0], self.generation)])
         self._see("stored", sum(self._call(self.store.save, keys, pool)))
         until_s = time.monotonic() + 3.0
         while not self.store.num_leading(keys):
@@ -222,7 +198,9 @@ class PageEngine:
         pool.memory[:] = bytes(len(pool.memory))
         ok = self._call(self.store.load, keys, pool)
         self._see("loaded", sum(ok))
-        assert not ok[0] or pool.read(1) == [content(keys[0], self.generation)], "wrong bytes"
+        assert not ok[0] or pool.read(range(1)) == [content(keys[0], self.generation)], (
+            "wrong bytes"
+        )
         return ok[0]
 
 
