@@ -189,7 +189,12 @@ async def test_a_namespace_that_cannot_be_removed_keeps_its_manifest(tmp_path):
     assert not folder.exists()
 
 
-def check_swarm(root, form, kills, pause_s):
+LONG = pytest.param(100, 0.5, marks=[pytest.mark.chaos, pytest.mark.timeout(1800)])
+
+
+@pytest.mark.parametrize(("kills", "pause_s"), [(2, 0.3), LONG])
+def test_four_processes_and_random_kills(ram_path, form, kills, pause_s):
+    root = ram_path
     words = [str(root), form, str(kills), str(pause_s)]
     command = [sys.executable, "-m", "tests.support.swarm", *words]
     told = subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout
@@ -218,13 +223,3 @@ def check_swarm(root, form, kills, pause_s):
     assert counted == there
     assert not backend.counters().get("corrupt")
     asyncio.run(backend.close())
-
-
-def test_four_processes_and_random_kills(ram_path, form):
-    check_swarm(ram_path, form, kills=2, pause_s=0.3)
-
-
-@pytest.mark.chaos
-@pytest.mark.timeout(1800)
-def test_four_processes_and_random_kills_for_long(ram_path, form):
-    check_swarm(ram_path, form, kills=100, pause_s=0.5)
