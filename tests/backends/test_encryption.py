@@ -149,7 +149,6 @@ async def check_that_nothing_is_readable(place, path, **settings):
     assert not any(payload_of(key, 32) in stored for key in keys)
     assert await backend.read(keys, into) == [True] * 3
     assert wrong_bytes(keys, into) == []
-    await backend.close()
 
 
 async def test_after_a_rotation_old_chunks_are_read_until_the_old_key_goes(place, key_file):
@@ -165,7 +164,6 @@ async def test_after_a_rotation_old_chunks_are_read_until_the_old_key_goes(place
     assert await backend.read([old, new], into) == [False, True]
     assert wrong_bytes([new], into[1:]) == []
     assert other_keys(backend) == 1
-    await backend.close()
 
 
 @pytest.mark.parametrize("lost", ["another key", "no key"])
@@ -181,7 +179,6 @@ async def test_a_lost_key_is_a_miss_with_a_reason_and_gives_way_to_a_store(place
     assert place.contents() == before
     assert await backend.write(keys, filled(keys)) == [True] * 2
     assert await backend.read(keys, slots(2)) == [True] * 2
-    await backend.close()
 
 
 def turned(content):
@@ -220,7 +217,6 @@ async def test_what_was_changed_swapped_cut_or_made_by_a_stranger_is_a_miss(plac
     assert await backend.write(keys, filled(keys)) == [True] * 7
     assert await backend.read(keys, into) == [True] * 7
     assert wrong_bytes(keys, into) == []
-    await backend.close()
 
 
 async def test_without_the_key_operators_see_counts_and_ages_and_with_it_verify_checks(

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import redis
+from disk_parts import closed_later
 
 from kvoffload import open_backend
 from tests.support.file_faults import flip
@@ -49,25 +50,19 @@ async def test_a_folder_is_served(root, io, has_snapshot):
         (snapshot,) = root.glob("*/snapshot")
         snapshot.unlink()
     settings = {"root": str(root), "capacity": "1GiB", "min_free": 0, "io": io}
-    backend = open_backend("disk", settings, NAMESPACE)
-    try:
-        assert backend.wait_ready(60)
-        assert await backend.contains(KEYS) == [True] * 3
-        assert await read(backend, KEYS) == [chunk(i) for i in range(3)]
-        assert await backend.write([b"another"], [memoryview(chunk(9))]) == [True]
-    finally:
-        await backend.close()
+    backend = closed_later(open_backend("disk", settings, NAMESPACE))
+    assert backend.wait_ready(60)
+    assert await backend.contains(KEYS) == [True] * 3
+    assert await read(backend, KEYS) == [chunk(i) for i in range(3)]
+    assert await backend.write([b"another"], [memoryview(chunk(9))]) == [True]
 
 
 async def test_a_damaged_chunk_of_it_is_a_miss(root):
     (path,) = root.glob(f"*/??/{KEYS[1].hex()}")
     flip(path, -1)
     settings = {"root": str(root), "capacity": "1GiB", "min_free": 0}
-    backend = open_backend("disk", settings, NAMESPACE)
-    try:
-        assert await read(backend, KEYS) == [chunk(0), None, chunk(2)]
-    finally:
-        await backend.close()
+    backend = closed_later(open_backend("disk", settings, NAMESPACE))
+    assert await read(backend, KEYS) == [chunk(0), None, chunk(2)]
 
 
 @pytest.mark.skipif(BINARY is None, reason=MISSING)
@@ -78,10 +73,7 @@ async def test_a_redis_value_is_served(tmp_path):
             for name, value in json.loads((DATA / "redis.json").read_text()).items():
                 client.set(base64.b64decode(name), base64.b64decode(value))
         settings = {"url": server.url, "timeout_s": 5.0, "connect_timeout_s": 5.0}
-        backend = open_backend("redis", settings, NAMESPACE)
-        try:
-            assert await read(backend, KEYS) == [chunk(0), None, None]
-        finally:
-            await backend.close()
+        backend = closed_later(open_backend("redis", settings, NAMESPACE))
+        assert await read(backend, KEYS) == [chunk(0), None, None]
     finally:
         server.stop()

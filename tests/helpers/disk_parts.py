@@ -97,6 +97,11 @@ async def write(backend, keys):
     return await backend.write(keys, filled(keys, SIZE))
 
 
+async def write_each(backend, keys):
+    """Store one chunk after the other, by a call each."""
+    return [(await write(backend, [key]))[0] for key in keys]
+
+
 async def stored(root, keys, namespace="disk", **settings):
     """Store chunks by a process that then ends."""
     backend = open_disk(root, namespace, **settings)

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from disk_parts import in_form
+from disk_parts import closed_later, in_form
 
 from kvoffload import open_backend
 from kvoffload.backends.object.bucket import Bucket
@@ -46,7 +46,7 @@ class StoredObjects:
 
 
 def opened(place, **settings):
-    """Open the tier of a place, ready to be used."""
-    backend = open_backend(place.type, {**place.settings, **settings}, "one")
+    """Open the tier of a place, ready to be used; it is closed after the test."""
+    backend = closed_later(open_backend(place.type, {**place.settings, **settings}, "one"))
     assert place.type != "disk" or in_form(backend, "files").wait_ready(60)
     return backend

@@ -7,7 +7,7 @@ import subprocess
 import threading
 
 import pytest
-from disk_parts import ON_DISK, SIZE, allocated, chunk_bytes, full, open_disk, until
+from disk_parts import ON_DISK, SIZE, allocated, chunk_bytes, full, open_disk, until, write_each
 
 from kvoffload import open_backend
 from kvoffload.backends.disk.backend import DiskOptions
@@ -22,21 +22,17 @@ from tests.support.vfs import FailingVfs, HookedVfs
 pytestmark = pytest.mark.usefixtures("as_files")
 
 
-async def write_all(backend, keys):
-    return [(await backend.write([key], filled([key], SIZE)))[0] for key in keys]
-
-
 @pytest.mark.parametrize("policy_fails", [False, True])
 async def test_the_background_goes_on_evicting_after_a_store_had_to(
     tmp_path, monkeypatch, policy_fails
 ):
     settings = {"high_watermark": 1.0, "low_watermark": 1.0}
     backend = open_disk(tmp_path, capacity=ByteSize(4 * ON_DISK), **settings)
-    assert await write_all(backend, keys_of(6)) == [True] * 6
+    assert await write_each(backend, keys_of(6)) == [True] * 6
     if policy_fails:
         with monkeypatch.context() as broken:
             broken.setattr(HandicapPolicy, "victims", None)
-            assert await write_all(backend, keys_of(1, "more")) == [False]
+            assert await write_each(backend, keys_of(1, "more")) == [False]
     store = backend._store
     assert store.space._waiting == 0
     for left in (3, 2):
@@ -49,7 +45,7 @@ async def test_the_tail_of_a_prefix_leaves_before_its_head(tmp_path):
     keys = keys_of(5)
     await backend.write(keys[:4], filled(keys[:4], SIZE))
     assert await backend.read(keys[:4], slots(4, SIZE)) == [True] * 4
-    await write_all(backend, keys[4:])
+    await write_each(backend, keys[4:])
     assert [backend.holds(key) for key in keys] == [True, True, True, False, True]
 
 
@@ -93,7 +89,7 @@ async def test_the_background_evicts_between_the_watermarks(tmp_path):
     marks = {"capacity": ByteSize(20 * ON_DISK), "high_watermark": 0.8, "low_watermark": 0.5}
     open_disk(tmp_path, **marks)  # it evicts
     other = open_disk(tmp_path, **marks)
-    assert await write_all(other, keys_of(17)) == [True] * 17
+    assert await write_each(other, keys_of(17)) == [True] * 17
     assert await until(lambda: chunk_bytes(tmp_path) <= 10 * ON_DISK)
     assert chunk_bytes(tmp_path) == 10 * ON_DISK
 
@@ -101,7 +97,7 @@ async def test_the_background_evicts_between_the_watermarks(tmp_path):
 async def test_the_stores_of_the_evicting_process_stay_at_the_high_watermark(tmp_path):
     marks = {"capacity": ByteSize(20 * ON_DISK), "high_watermark": 0.8, "low_watermark": 0.5}
     backend = open_disk(tmp_path, **marks)
-    assert await write_all(backend, keys_of(25)) == [True] * 25
+    assert await write_each(backend, keys_of(25)) == [True] * 25
     await asyncio.sleep(0.1)
     assert chunk_bytes(tmp_path) == backend.usage().resident_bytes == 16 * ON_DISK
     assert backend.counters() == {"evicted": 9, "overwritten": 9}
@@ -109,7 +105,7 @@ async def test_the_stores_of_the_evicting_process_stay_at_the_high_watermark(tmp
 
 async def test_the_space_of_others_is_left_alone(tmp_path):
     backend = open_disk(tmp_path, min_free=ByteSize(1 << 60))
-    assert await write_all(backend, keys_of(2)) == [False, False]
+    assert await write_each(backend, keys_of(2)) == [False, False]
     assert backend.counters()["refused_min_free"] == 2
     assert chunk_bytes(tmp_path) == 0
 
@@ -129,7 +125,7 @@ def small_disk(tmp_path, request):
 async def test_a_disk_smaller_than_the_capacity_is_kept_from_running_full(small_disk):
     keys = keys_of(80)
     backend = open_disk(small_disk / "kv", io="buffered")
-    assert all(await write_all(backend, keys))
+    assert all(await write_each(backend, keys))
     assert backend.counters().keys() == {"evicted"}
     assert await backend.read(keys[-30:], slots(30, SIZE)) == [True] * 30
     assert backend.usage().resident_bytes == chunk_bytes(small_disk / "kv")
@@ -143,7 +139,7 @@ async def test_on_a_full_disk_reads_go_on_and_writes_resume_with_space(small_dis
         other.write_text("")
     keys = keys_of(60)
     backend = open_disk(small_disk / "kv", io="buffered")
-    written = await write_all(backend, keys)
+    written = await write_each(backend, keys)
     assert True in written
     assert not written[-1]
     assert backend.counters()["write_io_ENOSPC"] >= 1
@@ -154,7 +150,7 @@ async def test_on_a_full_disk_reads_go_on_and_writes_resume_with_space(small_dis
     for other in others:
         other.unlink()
     for _ in range(400):
-        if (await write_all(backend, keys_of(1, "later")))[0]:
+        if (await write_each(backend, keys_of(1, "later")))[0]:
             break
         await asyncio.sleep(0.01)
     assert await backend.read(keys_of(1, "later"), slots(1, SIZE)) == [True]
@@ -170,10 +166,10 @@ async def test_a_disk_gone_read_only_still_serves(tmp_path):
     keys = keys_of(4)
     vfs = FailingVfs(0, errno.EROFS, sticky=True, when=changes)
     backend = open_disk(tmp_path, vfs=vfs, io="buffered")
-    await write_all(backend, keys)
+    await write_each(backend, keys)
     vfs.nth = 1
     assert await backend.read(keys, slots(4, SIZE)) == [True] * 4
-    assert await write_all(backend, keys_of(2, "more")) == [False, False]
+    assert await write_each(backend, keys_of(2, "more")) == [False, False]
     await backend.remove(keys[:1])
     assert backend.counters()["undeletable"] == 1
     assert await backend.read(keys, slots(4, SIZE)) == [True] * 4
@@ -189,7 +185,7 @@ async def test_a_file_that_cannot_be_removed_does_not_stop_eviction(tmp_path):
         when=lambda c, p: c in ("unlink", "take") and keys[0].hex() in p,
     )
     backend = open_disk(tmp_path, vfs=vfs, **full(4))
-    assert await write_all(backend, keys) == [True] * 8
+    assert await write_each(backend, keys) == [True] * 8
     assert [backend.holds(key) for key in keys] == [True] + [False] * 4 + [True] * 3
     assert backend.counters()["undeletable"] == 1
     assert backend.usage().resident_bytes == chunk_bytes(tmp_path) == 4 * ON_DISK
@@ -265,7 +261,7 @@ def test_roots_that_others_could_tamper_with_are_refused(tmp_path):
 
 async def test_folders_and_files_are_for_the_owner_alone(tmp_path):
     backend = open_disk(tmp_path / "kv")
-    await write_all(backend, keys_of(2))
+    await write_each(backend, keys_of(2))
     await backend.describe({"model": "m"})
     await backend.close()
     assert (tmp_path / "kv").stat().st_mode & 0o777 == 0o700
@@ -298,13 +294,13 @@ async def test_a_file_system_that_the_kernel_made_read_only_still_serves(ext4):
     """As it does after an error, with files open for writing; the next mount is in order again."""
     keys = keys_of(4)
     backend = open_disk(ext4 / "kv", io="buffered")
-    assert all(await write_all(backend, keys))
+    assert all(await write_each(backend, keys))
     run_as_root("sync", "-f", str(ext4))
     run_as_root("mount", "-o", "remount,abort", str(ext4))
     with pytest.raises(OSError, match="Read-only"):
         (ext4 / "new").touch()
     assert await backend.read(keys, slots(4, SIZE)) == [True] * 4
-    assert await write_all(backend, keys_of(2, "more")) == [False, False]
+    assert await write_each(backend, keys_of(2, "more")) == [False, False]
     await backend.remove(keys[:1])
     assert backend.counters()["undeletable"] == 1
     assert await backend.read(keys, slots(4, SIZE)) == [True] * 4
@@ -313,5 +309,5 @@ async def test_a_file_system_that_the_kernel_made_read_only_still_serves(ext4):
     run_as_root("mount", "-o", "loop", str(ext4.parent / "image"), str(ext4))
     backend = open_disk(ext4 / "kv", io="buffered")
     assert await backend.read(keys, slots(4, SIZE)) == [True] * 4
-    assert await write_all(backend, keys_of(2, "more")) == [True, True]
+    assert await write_each(backend, keys_of(2, "more")) == [True, True]
     assert backend.usage().resident_bytes == chunk_bytes(ext4 / "kv") == 6 * ON_DISK

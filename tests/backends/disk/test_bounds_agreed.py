@@ -191,7 +191,6 @@ async def test_limits_that_cannot_be_are_ignored_with_a_line_in_the_log(
     assert "ignored" in record.getMessage()
     assert backend.usage().capacity_bytes == 64 * MIB
     assert recorded(tmp_path)["capacity_bytes"] == 64 * MIB
-    await backend.close()
 
 
 async def test_limits_removed_under_a_running_engine_are_recorded_again(tmp_path):

@@ -6,6 +6,7 @@ import shutil
 import stat
 
 import pytest
+from disk_parts import closed_later
 
 from kvoffload import open_backend
 from kvoffload.backends.disk.chunk_file import PAGE, ChunkFiles
@@ -22,16 +23,15 @@ SIZE = 16 * 1024
 
 
 @pytest.fixture(params=["plain", "encrypted"])
-async def store(tmp_path, request):
+def store(tmp_path, request):
     keys = {"encryption": request.getfixturevalue("encryption")}
     backend = open_store(tmp_path, **keys if request.param == "encrypted" else {})
-    yield backend, tmp_path
-    await backend.close()
+    return backend, tmp_path
 
 
 def open_store(tmp_path, namespace="one", **settings):
-    root = str(tmp_path / "kv")
-    return open_backend("disk", {"root": root, "capacity": "64MiB", **settings}, namespace)
+    options = {"root": str(tmp_path / "kv"), "capacity": "64MiB", **settings}
+    return closed_later(open_backend("disk", options, namespace))
 
 
 def files_of(root, namespace="one"):
@@ -93,7 +93,6 @@ async def test_what_is_no_file_is_a_miss_once_and_gives_way_to_a_store(tmp_path,
     assert await backend.write(keys, filled(keys, SIZE)) == [True] * 4
     assert await backend.read(keys, slots(4, SIZE)) == [True] * 4
     assert all(path.is_file() and not path.is_symlink() for path in strange)
-    await backend.close()
 
 
 async def test_a_chunk_that_somebody_removed_is_stored_again(store):
@@ -117,7 +116,6 @@ async def test_quarantine_is_bounded_and_counted_in_the_capacity(tmp_path):
     kept = list((tmp_path / "kv" / ".quarantine").iterdir())
     assert len(kept) == 2
     assert backend.usage().resident_bytes == sum(path.stat().st_blocks * 512 for path in kept)
-    await backend.close()
 
 
 async def test_a_damaged_chunk_of_the_longest_key_is_set_aside_like_any_other(tmp_path):
@@ -127,7 +125,6 @@ async def test_a_damaged_chunk_of_the_longest_key_is_set_aside_like_any_other(tm
     flip(files_of(tmp_path)[key.hex()], PAGE)
     assert await backend.read([key], slots(1, SIZE)) == [False]
     assert len(list((tmp_path / "kv" / ".quarantine").iterdir())) == 1
-    await backend.close()
 
 
 async def test_a_file_in_a_folder_that_is_not_its_own_is_no_chunk(store):
@@ -150,7 +147,6 @@ async def test_quarantine_of_none_removes(tmp_path):
     assert await backend.read(keys, slots(1, SIZE)) == [False]
     assert backend.usage().resident_bytes == 0
     assert not list((tmp_path / "kv" / ".quarantine").iterdir())
-    await backend.close()
 
 
 def test_a_hundred_thousand_mutated_files_are_noticed(ram_path):

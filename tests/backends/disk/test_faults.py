@@ -7,7 +7,7 @@ import random
 import shutil
 
 import pytest
-from disk_parts import chunk_bytes, in_form, let_calls_hang_after, load
+from disk_parts import chunk_bytes, closed_later, in_form, let_calls_hang_after, load
 
 from kvoffload.backends.disk.backend import DiskBackend, DiskOptions
 from kvoffload.backends.disk.chunk_file import probe_direct
@@ -34,6 +34,10 @@ def options(root, **settings):
         low_watermark=1.0,
         **{"io": "buffered", **settings},
     )
+
+
+def opened(root, vfs, **settings):
+    return closed_later(DiskBackend(options(root, **settings), "faults", vfs=vfs))
 
 
 def aside_bytes(root):
@@ -131,16 +135,15 @@ async def test_every_system_call_fails_in_every_way(used, durability, form):
 @pytest.mark.parametrize("io", ["buffered", "auto"])
 async def test_short_reads_and_writes_are_gone_on_with(tmp_path, call, io):
     vfs = FailingVfs(1, None, sticky=True, when=lambda c, p: c == call and ".ledger" not in p)
-    backend = DiskBackend(options(tmp_path, io=io), "short", vfs=vfs)
+    backend = opened(tmp_path, vfs, io=io)
     assert await backend.write(KEYS[:3], filled(KEYS[:3], SIZE)) == [True] * 3
     assert await load(backend, KEYS[:3], SIZE) == [True] * 3
-    await backend.close()
 
 
 async def test_a_failed_fsync_drops_the_chunk_and_is_not_repeated(tmp_path):
     vfs = FailingVfs(1, 5, sticky=True, when=lambda call, path: call == "fsync")
     vfs.heal()
-    backend = DiskBackend(options(tmp_path, durability="fsync"), "fsync", vfs=vfs)
+    backend = opened(tmp_path, vfs, durability="fsync")
     vfs.nth, vfs.calls = 1, 0
     assert await backend.write(KEYS[:1], filled(KEYS[:1], SIZE)) == [False]
     assert vfs.calls == 1
@@ -149,14 +152,13 @@ async def test_a_failed_fsync_drops_the_chunk_and_is_not_repeated(tmp_path):
     assert await load(backend, KEYS[:1], SIZE) == [False]
     vfs.heal()
     assert await backend.write(KEYS[:1], filled(KEYS[:1], SIZE)) == [True]
-    await backend.close()
 
 
 @pytest.mark.parametrize("call", ["preadv", "open"])
 async def test_a_device_that_answers_no_more_gives_misses_to_whoever_comes_later(tmp_path, call):
     stuck = []
     vfs = StuckVfs(lambda name, path: name == call and bool(stuck) and path.endswith(stuck[0]))
-    backend = DiskBackend(options(tmp_path, read_threads=2, stall_s=60.0), "hung", vfs=vfs)
+    backend = opened(tmp_path, vfs, read_threads=2, stall_s=60.0)
     await backend.write(KEYS[:4], filled(KEYS[:4], SIZE))
     stuck.append(KEYS[0].hex())
     let_calls_hang_after(backend, 0.5)
@@ -178,7 +180,6 @@ async def test_a_device_that_answers_no_more_gives_misses_to_whoever_comes_later
     with pytest.raises(asyncio.CancelledError):
         await first[0]
     assert await load(backend, KEYS[:4], SIZE) == [True] * 4
-    await backend.close()
 
 
 async def test_without_direct_io_the_page_cache_is_used_and_that_is_said(tmp_path):
@@ -186,7 +187,7 @@ async def test_without_direct_io_the_page_cache_is_used_and_that_is_said(tmp_pat
         return call == "open" and ".writers" in path and not path.endswith(("lock", ".json"))
 
     vfs = FailingVfs(1, 22, when=no_direct)
-    backend = DiskBackend(options(tmp_path, io="auto"), "probe", vfs=vfs)
+    backend = opened(tmp_path, vfs, io="auto")
     assert (backend.io_mode, backend.io_reason) == ("buffered", "io_EINVAL")
     assert await backend.write(KEYS[:1], filled(KEYS[:1], SIZE)) == [True]
     await backend.close()
@@ -203,11 +204,10 @@ async def test_a_disk_that_writes_directly_but_does_not_read_so_uses_the_page_ca
     if probe_direct(Vfs(), str(tmp_path / "probe")) is not None:
         pytest.skip("no direct I/O here")
     vfs = FailingVfs(1, error, when=lambda c, p: c == "preadv" and kind_of(p) == "temporary")
-    backend = DiskBackend(options(tmp_path, io="auto"), "probe", vfs=vfs)
+    backend = opened(tmp_path, vfs, io="auto")
     assert (backend.io_mode, backend.io_reason) == ("buffered", reason)
     assert await backend.write(KEYS[:1], filled(KEYS[:1], SIZE)) == [True]
     assert await load(backend, KEYS[:1], SIZE) == [True]
-    await backend.close()
 
 
 @pytest.mark.parametrize("turns", [500, pytest.param(6_000, marks=pytest.mark.chaos)])
@@ -254,11 +254,10 @@ async def test_whole_pages_of_memory_bypass_the_page_cache_and_other_memory_does
     if probe_direct(Vfs(), str(tmp_path / "probe")) is not None:
         pytest.skip("no direct I/O here")
     vfs = FlagsVfs()
-    backend = DiskBackend(options(tmp_path / "root", io="direct"), "flags", vfs=vfs)
+    backend = opened(tmp_path / "root", vfs, io="direct")
     assert backend.io_mode == "direct"
     memory = memoryview(mmap.mmap(-1, 4 * 8192))[shift : shift + size]
     vfs.direct.clear()
     assert await backend.write(KEYS[:1], [memory]) == [True]
     assert await backend.read(KEYS[:1], [memory]) == [True]
     assert vfs.direct == [direct, direct]
-    await backend.close()

@@ -1,7 +1,7 @@
 """A root that was filled under one eviction policy serves under another, and back again."""
 
 import pytest
-from disk_parts import ON_DISK, SIZE, open_disk, write
+from disk_parts import ON_DISK, SIZE, open_disk, write, write_each
 
 from kvoffload.backends.disk.backend import DiskOptions
 from kvoffload.config import ByteSize, parse_config
@@ -23,8 +23,7 @@ async def test_a_root_filled_under_another_policy_keeps_its_chunks_and_their_ord
 ):
     old, new = keys_of(CHUNKS), keys_of(CHUNKS, "new")
     backend = small(tmp_path, first)
-    for key in old:
-        assert await write(backend, [key]) == [True]
+    assert all(await write_each(backend, old))
     assert await backend.read(old[:2], slots(2, SIZE)) == [True] * 2  # used last
     await backend.close()
     for policy in (second, first):

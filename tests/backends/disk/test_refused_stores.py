@@ -3,7 +3,7 @@
 import errno
 
 import pytest
-from disk_parts import ON_DISK, SIZE, full, open_disk, write
+from disk_parts import ON_DISK, SIZE, full, open_disk, write, write_each
 
 from kvoffload.config import ByteSize
 from kvoffload.errors import ConfigError
@@ -45,12 +45,10 @@ async def test_a_chunk_that_is_there_is_not_written_again(tmp_path):
 async def test_only_removals_that_no_caller_asked_for_are_reported_and_each_once(tmp_path):
     backend = open_disk(tmp_path, **full(3))
     keys = keys_of(5)
-    for key in keys[:3]:
-        assert await write(backend, [key]) == [True]
+    assert all(await write_each(backend, keys[:3]))
     await backend.remove(keys[2:3])
     assert backend.take_removals() == []
-    for key in keys[3:]:
-        assert await write(backend, [key]) == [True]
+    assert all(await write_each(backend, keys[3:]))
     assert [(each.key, each.reason) for each in backend.take_removals()] == [(keys[0], "evicted")]
     assert backend.take_removals() == []
     assert backend.counters() == {"removed": 1, "evicted": 1, "overwritten": 1}

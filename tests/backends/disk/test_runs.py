@@ -13,6 +13,7 @@ from disk_parts import (
     load,
     open_disk,
     write,
+    write_each,
 )
 
 from kvoffload.backends.base import ReadResult, WriteResult
@@ -68,8 +69,7 @@ async def test_only_neighbours_in_one_order_are_a_run(tmp_path):
     vfs = CountingVfs()
     backend = open_with(vfs, tmp_path)
     keys = keys_of(6)
-    for key in keys:
-        assert await write(backend, [key]) == [True]
+    assert all(await write_each(backend, keys))
     wanted = [keys[0], keys[2], keys[1], *keys[3:]]
     assert await load(backend, wanted) == [True] * 6
     assert vfs.reads.total() == 4  # the last three are neighbours
@@ -78,8 +78,7 @@ async def test_only_neighbours_in_one_order_are_a_run(tmp_path):
 async def test_damage_in_a_run_is_one_miss(tmp_path):
     backend = open_with(CountingVfs(), tmp_path)
     keys = keys_of(5)
-    for key in keys:
-        assert await write(backend, [key]) == [True]
+    assert all(await write_each(backend, keys))
     flip_chunk(tmp_path, keys[2], -1)
     answers = await load(backend, keys)
     assert answers == [True, True, ReadResult.CORRUPT, True, True]
@@ -89,8 +88,7 @@ async def test_damage_in_a_run_is_one_miss(tmp_path):
 async def test_missing_chunks_end_a_run(tmp_path):
     backend = open_with(CountingVfs(), tmp_path)
     keys = keys_of(6)
-    for key in keys:
-        assert await write(backend, [key]) == [True]
+    assert all(await write_each(backend, keys))
     await backend.remove(keys[1:3])
     answers = await load(backend, keys)
     assert [bool(each) for each in answers] == [True, False, False, True, True, True]
@@ -120,8 +118,7 @@ async def test_a_read_that_fails_is_tried_chunk_by_chunk(tmp_path):
     vfs = Refusing()
     backend = open_with(vfs, tmp_path)
     keys = keys_of(4)
-    for key in keys:
-        assert await write(backend, [key]) == [True]
+    assert all(await write_each(backend, keys))
     vfs.reads.clear()
     vfs.refuses = True
     assert await load(backend, keys) == [True] * 4

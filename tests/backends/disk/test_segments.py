@@ -19,6 +19,7 @@ from disk_parts import (
     table_of,
     until,
     write,
+    write_each,
 )
 
 from kvoffload.backends.admin import Check, Garbage
@@ -61,8 +62,7 @@ async def test_chunks_of_both_forms_are_hits_and_leave_in_one_order(tmp_path):
     old, new = keys_of(4, "old"), keys_of(4, "new")
     await stored(tmp_path, old, **full(6), policy="lru")
     backend = open_segments(tmp_path, **full(6), policy="lru")
-    for key in new:
-        assert await write(backend, [key]) == [True]
+    assert all(await write_each(backend, new))
     assert (await load(backend, old)).count(True) == len(files(tmp_path)) == 2
     assert await load(backend, new) == [True] * 4
     assert backend.usage().resident_bytes == chunk_bytes(tmp_path) == 6 * ON_DISK
@@ -76,8 +76,7 @@ async def test_chunks_of_both_forms_are_hits_and_leave_in_one_order(tmp_path):
 
 async def test_an_evicted_chunk_is_overwritten_in_its_slot(tmp_path):
     backend = open_segments(tmp_path, **full(4))
-    for key in keys_of(12):
-        assert await write(backend, [key]) == [True]
+    assert all(await write_each(backend, keys_of(12)))
     assert backend.counters() == {"evicted": 8, "overwritten": 8}
     assert slot_blocks(tmp_path) == chunk_bytes(tmp_path) == 4 * ON_DISK
     await backend.remove(keys_of(12))
@@ -230,8 +229,7 @@ def exchange(table):
 async def test_damage_of_any_kind_is_a_miss_and_can_be_stored_again(tmp_path, kind):
     backend = open_segments(tmp_path)
     keys = keys_of(2)
-    for key in keys:
-        assert await write(backend, [key]) == [True]
+    assert all(await write_each(backend, keys))
     await backend.close()
     (table,) = tables(tmp_path)
     damage, reason = DAMAGE[kind]
@@ -382,8 +380,7 @@ async def test_a_segment_removed_meanwhile_is_not_taken_over(tmp_path, monkeypat
         return lock(segment)
 
     monkeypatch.setattr(Segment, "lock", removed_before)
-    for key in keys:
-        assert await write(backend, [key]) == [True]
+    assert all(await write_each(backend, keys))
     assert set(table_of(*tables(tmp_path))) == set(keys)
 
 

@@ -6,7 +6,7 @@ import random
 from math import inf
 
 import pytest
-from disk_parts import ON_DISK, open_disk, stored, write
+from disk_parts import ON_DISK, open_disk, stored, write, write_each
 
 from kvoffload.backends.base import Spares
 from kvoffload.backends.disk.index import Index, name_of
@@ -30,15 +30,12 @@ async def test_what_is_needed_stays_until_it_is_needed_no_more(tmp_path, policy)
     )
     assert isinstance(backend, Spares)
     old, new = keys_of(CHUNKS), keys_of(2 * CHUNKS, "new")
-    for key in old:
-        assert await write(backend, [key]) == [True]
+    assert all(await write_each(backend, old))
     backend.spare([*old[:3], b"unknown"])
-    for key in new:
-        assert await write(backend, [key]) == [True]
+    assert all(await write_each(backend, new))
     assert [backend.holds(key) for key in old] == [True] * 3 + [False] * 5
     backend.spare(old[:1])
-    for key in keys_of(2 * CHUNKS, "more"):
-        assert await write(backend, [key]) == [True]
+    assert all(await write_each(backend, keys_of(2 * CHUNKS, "more")))
     assert [backend.holds(key) for key in old[:3]] == [True, False, False]
     await backend.close()
     backend.spare(old)
@@ -47,11 +44,9 @@ async def test_what_is_needed_stays_until_it_is_needed_no_more(tmp_path, policy)
 async def test_a_disk_full_of_needed_chunks_still_takes_new_ones(tmp_path):
     backend = open_disk(tmp_path, capacity=ByteSize(CHUNKS * ON_DISK), high_watermark=1.0)
     old, new = keys_of(CHUNKS), keys_of(CHUNKS, "new")
-    for key in old:
-        assert await write(backend, [key]) == [True]
+    assert all(await write_each(backend, old))
     backend.spare(old)
-    for key in new:
-        assert await write(backend, [key]) == [True]
+    assert all(await write_each(backend, new))
     assert not any(map(backend.holds, old))
 
 
@@ -92,8 +87,7 @@ async def test_a_disk_that_was_just_opened_spares_what_it_is_yet_to_find(tmp_pat
     assert not any(map(backend.holds, keys))
     vfs.release()
     assert backend.wait_ready(60)
-    for key in keys_of(2 * CHUNKS, "new"):
-        assert await write(backend, [key]) == [True]
+    assert all(await write_each(backend, keys_of(2 * CHUNKS, "new")))
     assert [backend.holds(key) for key in keys] == [True] * 3 + [False] * 5
 
 
@@ -119,12 +113,10 @@ async def test_what_is_needed_stays_also_if_it_is_stored_later(tmp_path):
     old, needed = keys_of(CHUNKS), keys_of(2, "needed")
     backend.spare(needed)
     assert await write(backend, [*old[:4], *needed]) == [True] * 6
-    for key in keys_of(2 * CHUNKS, "new"):
-        assert await write(backend, [key]) == [True]
+    assert all(await write_each(backend, keys_of(2 * CHUNKS, "new")))
     assert all(map(backend.holds, needed))
     backend.spare([])
-    for key in keys_of(CHUNKS, "more"):
-        assert await write(backend, [key]) == [True]
+    assert all(await write_each(backend, keys_of(CHUNKS, "more")))
     assert not any(map(backend.holds, needed))
 
 

@@ -57,7 +57,6 @@ async def test_a_share_of_the_disk_is_the_most_that_told_chunks_hold(full):
     for i in range(20):
         assert await write(backend, keys_of(1, f"new{i}")) == [True]
     assert sum(backend.holds(key) for keys in sessions for key in keys) == 7
-    await backend.close()
 
 
 async def test_a_chunk_that_is_stored_after_its_session_was_told_counts(full):
@@ -67,7 +66,6 @@ async def test_a_chunk_that_is_stored_after_its_session_was_told_counts(full):
     assert all(await write(backend, [*sessions[0], *sessions[1], *sessions[2]]))
     assert all(await write(backend, keys_of(8, "new")))
     assert [sum(map(backend.holds, keys)) for keys in (system, *sessions)] == [2, 4, 0, 0]
-    await backend.close()
 
 
 def test_the_share_is_one_of_the_chunks_that_fit_whatever_the_first_was():

@@ -52,8 +52,7 @@ async def counting(request, tmp_path, monkeypatch):
         (tmp_path / "share" / namespace_digest("folder").hex() / shard).mkdir(parents=True)
     await backend.describe({"model": "m"})
     vfs.taken()
-    yield backend, vfs
-    await backend.close()
+    return backend, vfs
 
 
 async def test_a_store_creates_and_renames_and_a_load_opens_and_a_known_chunk_is_not_looked_up(

@@ -185,7 +185,6 @@ async def test_gc_erases_the_chunks_of_one_tenant(tmp_path):
         assert (found.figures["removed"], found.figures["unknown"]) == (2, 1)
         assert await load(backend, keys) == [False] * 2 + [True] * 2
         assert (await admin(root, **options).verify(Check())).is_sound
-        await backend.close()
 
 
 async def test_a_purge_leaves_the_other_namespaces(root):

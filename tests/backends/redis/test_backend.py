@@ -269,7 +269,6 @@ async def test_a_key_of_impossible_length_is_misuse(empty, bad, opened):
     backend = opened(empty)
     with pytest.raises(ValueError, match="1 to 120"):
         await backend.write([bad], slots(1))
-    await backend.close()
 
 
 WRITER = """
