@@ -203,7 +203,10 @@ async def full_folder(root, monkeypatch):
     backend = open_folder(root)
     assert await store_at_last(backend, keys_of(2))
     monkeypatch.setattr(waiting_writes, "_ROOM_S", 3600.0)
-    backend._housekeeper._turn = lambda: None
+    turned = threading.Event()
+    backend._housekeeper._turn = turned.set
+    backend._housekeeper._wake.set()
+    await until(turned.is_set)  # a turn that has begun would tell of this process once more
     backend._housekeeper.room.give_up()
     return backend
 
