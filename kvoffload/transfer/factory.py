@@ -1,11 +1,12 @@
 """Chooses the copier for an engine's KV cache by the device of its tensors."""
 
 import logging
+from collections.abc import Sequence
 
 import torch
 
 from kvoffload.errors import ConfigError
-from kvoffload.messages import CanonicalKVCaches
+from kvoffload.messages import CanonicalKVCacheRef, CanonicalKVCaches, CanonicalKVCacheTensor
 from kvoffload.transfer.base import Copier
 from kvoffload.transfer.cpu.copier import CpuCopier
 from kvoffload.transfer.layout import ChunkLayout
@@ -22,8 +23,7 @@ def make_copier(
     For CUDA a thread pins the slab. ``batches`` allows batched copies of its driver.
 
     Raises:
-        ValueError: the tensors are not rows of bytes on one device; names them by index.
-        ConfigError: there is no copier for their device.
+        ConfigError: the tensors are not rows of bytes on one device, or there is no copier for it.
     """
     device = check_caches(kv_caches)
     copier: Copier
@@ -44,34 +44,58 @@ def check_caches(kv_caches: CanonicalKVCaches) -> torch.device:
     """Return the one device that the tensors are on; refuse those that are not rows of bytes.
 
     Raises:
-        ValueError: naming the tensors by their indices.
+        ConfigError: naming the tensors by their indices.
     """
-    tensors = [entry.tensor for entry in kv_caches.tensors]
+    tensors = [_rows(f"kv_caches.tensors[{i}]", each) for i, each in enumerate(kv_caches.tensors)]
     devices = [str(tensor.device) for tensor in tensors]
     if len(set(devices)) != 1:
-        raise ValueError(f"kv_caches: tensors on several devices: {dict(enumerate(devices))}")
-    for i, tensor in enumerate(tensors):
-        if tensor.dtype != torch.int8 or tensor.dim() != 2:
-            raise ValueError(
-                f"kv_caches.tensors[{i}]: {tensor.dtype} of shape {tuple(tensor.shape)}, must be "
-                "int8 of shape (num_blocks, page_bytes)"
-            )
-        if tensor.shape[1] > 1 and tensor.stride(1) != 1:
-            raise ValueError(
-                f"kv_caches.tensors[{i}]: strides {tensor.stride()}; the bytes of a row must lie "
-                "side by side"
-            )
-        if tensor.shape[0] > 1 and tensor.stride(0) < tensor.shape[1]:
-            raise ValueError(f"kv_caches.tensors[{i}]: strides {tensor.stride()}; rows overlap")
+        where = f"{dict(enumerate(devices))}"
+        raise ConfigError("kv_caches.tensors", where, "must have tensors, all on one device")
+    if not any(kv_caches.group_data_refs):
+        remedy = "must have a CanonicalKVCacheRef of a group"
+        raise ConfigError("kv_caches.group_data_refs", kv_caches.group_data_refs, remedy)
     for group_idx, refs in enumerate(kv_caches.group_data_refs):
+        field = f"kv_caches.group_data_refs[{group_idx}]"
+        if not isinstance(refs, Sequence) or not all(map(_is_ref, refs)):
+            raise ConfigError(field, refs, "must be a tuple of CanonicalKVCacheRef")
         for ref in refs:
-            if not 0 <= ref.tensor_idx < len(tensors):
-                raise ValueError(
-                    f"group {group_idx} names tensor {ref.tensor_idx} of {len(tensors)}"
-                )
-            if ref.page_size_bytes > tensors[ref.tensor_idx].shape[1]:
-                raise ValueError(
-                    f"group {group_idx} uses {ref.page_size_bytes} bytes of the rows of tensor "
-                    f"{ref.tensor_idx}, which have {tensors[ref.tensor_idx].shape[1]}"
-                )
+            _check_ref(field, ref, tensors)
     return tensors[0].device
+
+
+def _is_ref(given: object) -> bool:
+    return isinstance(given, CanonicalKVCacheRef)
+
+
+def _rows(field: str, entry: CanonicalKVCacheTensor) -> torch.Tensor:
+    """Return the tensor of an entry; ConfigError: it has no rows of bytes."""
+    given: object = entry  # an engine may not check its types
+    tensor = given.tensor if isinstance(given, CanonicalKVCacheTensor) else None
+    if not isinstance(tensor, torch.Tensor):
+        remedy = "must be a CanonicalKVCacheTensor with a tensor of torch"
+        raise ConfigError(field, type(given if tensor is None else tensor).__name__, remedy)
+    if tensor.dtype != torch.int8 or tensor.dim() != 2 or not tensor.shape[1]:
+        shape = f"{tensor.dtype} of shape {tuple(tensor.shape)}"
+        raise ConfigError(field, shape, "must be int8 of shape (num_blocks, page_bytes)")
+    if tensor.shape[1] > 1 and tensor.stride(1) != 1:
+        remedy = "the bytes of a row must lie side by side"
+        raise ConfigError(field, f"strides {tensor.stride()}", remedy)
+    if tensor.shape[0] > 1 and tensor.stride(0) < tensor.shape[1]:
+        raise ConfigError(field, f"strides {tensor.stride()}", "rows overlap: give each its bytes")
+    return tensor
+
+
+def _check_ref(field: str, ref: CanonicalKVCacheRef, tensors: Sequence[torch.Tensor]) -> None:
+    """Raise ConfigError unless a reference is to bytes at the front of a tensor's rows."""
+    if not _is_within(range(len(tensors)), ref.tensor_idx):
+        remedy = f"must be the number of one of {len(tensors)} tensors"
+        raise ConfigError(f"{field}.tensor_idx", ref.tensor_idx, remedy)
+    row_bytes = tensors[ref.tensor_idx].shape[1]
+    if not _is_within(range(1, row_bytes + 1), ref.page_size_bytes):
+        remedy = f"must be 1 to {row_bytes}, the bytes of a row of tensor {ref.tensor_idx}"
+        raise ConfigError(f"{field}.page_size_bytes", ref.page_size_bytes, remedy)
+
+
+def _is_within(numbers: range, number: object) -> bool:
+    """Whether these are whole numbers, and this is one of them; no float is."""
+    return hasattr(number, "__index__") and number in numbers

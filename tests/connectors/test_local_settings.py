@@ -10,9 +10,12 @@ from kvoffload import folder_digest
 from kvoffload.connectors.local import LocalConnector
 from kvoffload.core.interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 from kvoffload.errors import ConfigError
+from kvoffload.messages import CanonicalKVCacheRef, CanonicalKVCaches, CanonicalKVCacheTensor
 
 BLOCK = 4
 MEMORY = [{"type": "memory"}]
+ROWS = torch.zeros((64, 32), dtype=torch.int8)
+TENSOR, REF = CanonicalKVCacheTensor(ROWS, 32), CanonicalKVCacheRef(0, 32)
 
 
 @pytest.fixture
@@ -62,9 +65,9 @@ def test_a_second_tier_that_cannot_open_leaves_the_first_one_closed(start, tmp_p
     until(lambda: set(threading.enumerate()) <= threads)
 
 
-@pytest.mark.parametrize("block_size", [0, -4])
+@pytest.mark.parametrize("block_size", [0, -4, "4", 4.0, None, True, np.int64(4)])
 def test_a_block_size_that_holds_nothing_is_refused(start, block_size):
-    with pytest.raises(ConfigError, match="block_size"):
+    with pytest.raises(ConfigError, match=r"block_size = .*: must be an int"):
         start(block_size=block_size)
 
 
@@ -114,3 +117,57 @@ def test_weights_that_nothing_tells_are_no_fact(start, tmp_path, untold):
 def test_a_fact_that_has_no_one_spelling_is_refused_at_the_start(start, value):
     with pytest.raises(ConfigError, match=r"facts\.scale.*must be a text"):
         start({"model": "m", "scale": value})
+
+
+@pytest.mark.parametrize("facts", [["model"], "model", None, {1: "m"}], ids=repr)
+def test_facts_that_are_no_dictionary_of_names_are_refused(kv_caches, facts):
+    with pytest.raises(ConfigError, match=r"^facts = .*must be a (dictionary|text)"):
+        LocalConnector({"cpu_bytes": "64KiB"}, kv_caches, block_size=BLOCK, facts=facts)
+
+
+@pytest.mark.parametrize(
+    ("config", "field"),
+    [
+        ({"kv_cache_groups": []}, "kv_cache_config"),
+        ([], "kv_cache_config"),
+        (KVCacheConfig(64, [], [{"layer": None}]), r"kv_cache_config.kv_cache_groups[0]"),
+    ],
+)
+def test_groups_of_another_type_are_refused(kv_caches, config, field):
+    with pytest.raises(ConfigError, match=r"must be a .*KVCache") as caught:
+        LocalConnector(
+            {"cpu_bytes": "64KiB"},
+            kv_caches,
+            block_size=BLOCK,
+            facts={"model": "m"},
+            kv_cache_config=config,
+        )
+    assert caught.value.field == field
+
+
+@pytest.mark.parametrize(
+    ("tensors", "refs", "field"),
+    [
+        ([], [[REF]], "tensors"),
+        ([ROWS], [[REF]], "tensors[0]"),
+        ([CanonicalKVCacheTensor(ROWS.numpy(), 32)], [[REF]], "tensors[0]"),
+        ([CanonicalKVCacheTensor(ROWS[:, :0], 0)], [[REF]], "tensors[0]"),
+        ([CanonicalKVCacheTensor(ROWS.view(64, 4, 8), 32)], [[REF]], "tensors[0]"),
+        ([TENSOR], [[]], "group_data_refs"),
+        ([TENSOR], [REF], "group_data_refs[0]"),
+        ([TENSOR], [[32]], "group_data_refs[0]"),
+        ([TENSOR], [[CanonicalKVCacheRef(-1, 32)]], "group_data_refs[0].tensor_idx"),
+        ([TENSOR], [[CanonicalKVCacheRef("0", 32)]], "group_data_refs[0].tensor_idx"),
+        ([TENSOR], [[CanonicalKVCacheRef(0, 0)]], "group_data_refs[0].page_size_bytes"),
+        ([TENSOR], [[CanonicalKVCacheRef(0, 33)]], "group_data_refs[0].page_size_bytes"),
+        ([TENSOR], [[CanonicalKVCacheRef(0, 32.0)]], "group_data_refs[0].page_size_bytes"),
+    ],
+)
+def test_caches_that_are_no_rows_of_bytes_are_refused_by_name(tensors, refs, field):
+    threads = set(threading.enumerate())
+    caches = CanonicalKVCaches(tuple(tensors), tuple(refs))
+    with pytest.raises(ConfigError) as caught:
+        LocalConnector({"cpu_bytes": "64KiB"}, caches, block_size=BLOCK, facts={"model": "m"})
+    assert caught.value.field == f"kv_caches.{field}"
+    assert caught.value.remedy.startswith("must ")
+    assert set(threading.enumerate()) == threads

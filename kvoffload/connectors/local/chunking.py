@@ -402,14 +402,18 @@ def check_facts(facts: Mapping[str, Fact], config: OffloadConfig) -> None:
         ConfigError: there are none, or labels alone, which tell nothing apart. Or nothing tells the
             weights, and there are tiers. Or a fact has no one spelling.
     """
-    if all(name.startswith(LABEL) for name in facts):
-        remedy = "must tell models apart: name the weights, dtype and kernels"
-        raise ConfigError("facts", dict(facts), remedy)
-    given: Mapping[str, object] = facts  # an engine may not check its types
+    given: object = facts  # an engine may not check its types
+    if not isinstance(given, Mapping):
+        raise ConfigError("facts", given, "must be a dictionary from names to facts")
     for name, value in given.items():
+        if not isinstance(name, str):
+            raise ConfigError("facts", name, "the name of a fact must be a text")
         if not isinstance(value, Fact):
             remedy = "must be a text, a whole number, true or false, bytes or None"
             raise ConfigError(f"facts.{name}", value, remedy)
+    if all(name.startswith(LABEL) for name in facts):
+        remedy = "must tell models apart: name the weights, dtype and kernels"
+        raise ConfigError("facts", dict(facts), remedy)
     if config.has_tiers and facts.get("weights", True) in (None, ""):
         # As of folder_digest, for a folder without weights that it knows, or that it cannot read.
         remedy = "tells no weights, so other models would load these chunks: name them, as by a tag"

@@ -59,7 +59,6 @@ from kvoffload.connectors.local.transfers import LoadOutcome, LoadRange, Transfe
 from kvoffload.connectors.spans import open_spans
 from kvoffload.core.hashing import BlockHasher
 from kvoffload.core.interface import KVCacheConfig
-from kvoffload.errors import ConfigError
 from kvoffload.identity import Fact
 from kvoffload.metrics.endpoint import serve_metrics
 from kvoffload.metrics.samples import Sample, as_data
@@ -107,8 +106,7 @@ class LocalConnector:
         hasher: BlockHasher | None = None,
     ) -> None:
         self.config = config if isinstance(config, OffloadConfig) else read_config(config)
-        if block_size < 1:
-            raise ConfigError("block_size", block_size, "must be at least 1 token")
+        given.check_groups(block_size, kv_cache_config)
         check_facts(facts, self.config)
         self.block_size = block_size
         kinds = kinds_of_groups(block_size, kv_cache_config)

@@ -6,10 +6,29 @@ from typing import SupportsIndex
 
 from kvoffload.connectors.local.chunking import BlockTables, ChunkGroups, Keys, Piece, Span
 from kvoffload.core.groups import Group
+from kvoffload.core.interface import KVCacheConfig, KVCacheGroupSpec
 from kvoffload.errors import ConfigError, UsageError
 from kvoffload.messages import CanonicalKVCaches
+from kvoffload.transfer.factory import check_caches as check_rows
 
 _NUMBERS = "must be the numbers of blocks, as [1, 2, 3]; not a list a group, not a mask"
+
+
+def check_groups(block_size: int, kv_cache_config: KVCacheConfig | None) -> None:
+    """Raise ConfigError unless these are the tokens of a block hash, and KV cache groups."""
+    if type(block_size) is not int or block_size < 1:
+        raise ConfigError("block_size", block_size, "must be an int, at least 1 token")
+    config: object = kv_cache_config  # an engine may not check its types
+    if config is None:
+        return
+    if not isinstance(config, KVCacheConfig):
+        remedy = "must be a kvoffload.core.interface.KVCacheConfig, or None for one group"
+        raise ConfigError("kv_cache_config", type(config).__name__, remedy)
+    groups: Sequence[object] = config.kv_cache_groups
+    for i, group in enumerate(groups):
+        if not isinstance(group, KVCacheGroupSpec):
+            field = f"kv_cache_config.kv_cache_groups[{i}]"
+            raise ConfigError(field, type(group).__name__, "must be a KVCacheGroupSpec")
 
 
 def check_caches(kv_caches: CanonicalKVCaches, kinds: Sequence[Group]) -> None:
@@ -21,7 +40,10 @@ def check_caches(kv_caches: CanonicalKVCaches, kinds: Sequence[Group]) -> None:
     given = len(kv_caches.group_data_refs)
     if given != len(kinds):
         remedy = f"kv_cache_config has {len(kinds)} KV cache groups"
+        if len(kinds) == 1:
+            remedy += ", as None has: pass one with all groups"
         raise ConfigError("kv_caches", f"{given} groups", remedy)
+    check_rows(kv_caches)
 
 
 def token_count(field: str, value: SupportsIndex) -> int:
