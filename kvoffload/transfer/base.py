@@ -92,7 +92,7 @@ class Copier(Protocol):
                 left before the copies have ended; each move's host slot is a chunk's first byte.
 
         Raises:
-            RuntimeError: the copier is closed.
+            UsageError: the copier is closed.
             ValueError: a chunk is not within the memory.
         """
         ...

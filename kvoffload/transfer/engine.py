@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
+from kvoffload.errors import UsageError
 from kvoffload.io.client import IOClient
 from kvoffload.io.deadlines import Listener
 from kvoffload.io.protocol import Load, Store
@@ -187,6 +188,8 @@ class TransferEngine(OffloadingHandler):
             if self.transfer_async(job_id, spec):
                 return
             log.error("no transfer from %s to %s", type(spec[0]).__name__, type(spec[1]).__name__)
+        except UsageError as error:
+            log.warning("transfer %d is refused: %s", job_id, error)
         except Exception:
             log.exception("transfer %d from %s to %s could not begin", job_id, *spec)
         self._jobs[job_id] = EngineJob(

@@ -277,6 +277,26 @@ def test_a_shutdown_says_how_many_transfers_it_did_not_wait_for(
     assert "1 transfers had not ended at shutdown" in caplog.text
 
 
+def test_after_a_close_nothing_is_stored_or_loaded_and_each_call_is_answered(
+    connect, new_request, caplog
+):
+    connector = connect()
+    store(connector, new_request("p", 41))
+    asked = new_request("p", 41)
+    promised = connector.get_num_new_matched_tokens(asked, 0)
+    connector.close()
+    caplog.clear()
+    connector.update_state_after_alloc(asked, [range(20, 30)], promised)
+    connector.before_forward(range(30, 41))
+    connector.after_forward(new_request("another prompt", 44), [range(30, 41)], 44)
+    assert connector.flush()
+    (outcome,) = connector.poll()
+    assert (outcome.request_id, outcome.num_loaded_tokens, outcome.ok) == ("p", 0, False)
+    lines = [(each.levelname, each.getMessage(), each.exc_info) for each in caplog.records]
+    assert [(level, failed) for level, _, failed in lines] == [("WARNING", None)] * 2, lines
+    assert all("is refused: the copier is closed" in text for _, text, _ in lines)
+
+
 def test_tiers_that_cannot_be_opened_again_at_a_reset_have_nothing_until_they_are(
     connect, new_request, monkeypatch, caplog, until
 ):

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from kvoffload.errors import UsageError
 from kvoffload.io.lent_memory import LentMemory
 from kvoffload.messages import CanonicalKVCaches
 from kvoffload.transfer.base import CopyFence, Fence
@@ -79,7 +80,7 @@ class CpuCopier:
         fence = CopyFence()
         with self._closing:
             if self._is_closed:
-                raise RuntimeError("the copier is closed")
+                raise UsageError("the copier is closed")
             self._queue.put(Job(moves, to_host, memory, slot_bytes, after, fence))
         return fence
 

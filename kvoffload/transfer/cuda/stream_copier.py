@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from kvoffload.config import human_bytes
+from kvoffload.errors import UsageError
 from kvoffload.io.lent_memory import LentMemory
 from kvoffload.messages import CanonicalKVCaches
 from kvoffload.timed_queue import next_within
@@ -110,11 +111,11 @@ class Launcher:
         """Queue a transfer; from any thread.
 
         Raises:
-            RuntimeError: the launcher has ended.
+            UsageError: the launcher has ended.
         """
         with self._ending:
             if self._has_ended:
-                raise RuntimeError("the copier is closed")
+                raise UsageError("the copier is closed")
             self._queued.put(job)
 
     def watch(self, fence: StreamFence) -> None:
