@@ -62,10 +62,14 @@ def lookup(
     engine: EngineName = None,
     token_ids: Annotated[
         str | None,
-        typer.Option(metavar="FILE", help="The prompt's token ids, as JSON or words; - for stdin."),
+        typer.Option(
+            metavar="FILE",
+            help="File with the prompt's token ids, as JSON or words; - for standard input.",
+        ),
     ] = None,
     text: Annotated[
-        str | None, typer.Option(metavar="FILE", help="The prompt as text; - for stdin.")
+        str | None,
+        typer.Option(metavar="FILE", help="File with the prompt as text; - for standard input."),
     ] = None,
     model: Annotated[
         str | None,

@@ -100,6 +100,8 @@ def _of_settings(given: str, engine: Engine, as_json: bool) -> list[Finding]:
         print_json(warnings, by_tier)
     else:
         say(*(f"warning: {warning}" for warning in warnings))
+        if not by_tier:
+            say("the settings name no tier: there is nothing to examine")
         for name, tier in by_tier.items():
             say(name)
             _show(tier)

@@ -81,7 +81,7 @@ def command(
             raise ConfigError("closed_loop", closed_loop, remedy)
         loops = [
             Loop(alive, slots, prefill, tokens_of(loaded, block_tokens), 60 * minutes, seed)
-            for alive in parse_counts(closed_loop, "closed_loop")
+            for alive in parse_counts(closed_loop, "closed_loop", "sessions")
             for slots in parse_counts(sizes, "sizes")
         ]
         found = _run_loops(loaded, loops, names)

@@ -40,8 +40,8 @@ class Row:
         return plain | ({"tiers": self.levels} if self.levels else {})
 
 
-def parse_count(text: str, name: str) -> int:
-    """Read a number of blocks: ``300``, ``10k``, ``1.5m``.
+def parse_count(text: str, name: str, what: str = "blocks") -> int:
+    """Read a number of blocks, or of something else: ``300``, ``10k``, ``1.5m``.
 
     Raises:
         ConfigError: not such a number, or less than one.
@@ -52,17 +52,17 @@ def parse_count(text: str, name: str) -> int:
     except (ValueError, OverflowError):
         count = 0
     if count < 1:
-        raise ConfigError(name, text, "must be a number of blocks, such as 300, 10k or 1.5m")
+        raise ConfigError(name, text, f"must be a number of {what}, such as 300, 10k or 1.5m")
     return count
 
 
-def parse_counts(text: str, name: str) -> list[int]:
+def parse_counts(text: str, name: str, what: str = "blocks") -> list[int]:
     """Read numbers by commas, each once.
 
     Raises:
         ConfigError: one is no such number, or less than one.
     """
-    return list(dict.fromkeys(parse_count(part, name) for part in text.split(",") if part))
+    return list(dict.fromkeys(parse_count(part, name, what) for part in text.split(",") if part))
 
 
 def parse_tiers(text: str) -> dict[str, int]:

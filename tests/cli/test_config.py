@@ -316,6 +316,7 @@ def test_a_doctor_examines_every_tier_of_a_configuration_with_one_exit_code(tmp_
     code, out, _ = doctor("--config", json.dumps(whole))
     assert code == 0
     assert out.startswith('warning: without "kv_load_failure_policy"')
+    assert out.endswith("the settings name no tier: there is nothing to examine\n")
 
 
 def test_a_doctor_of_a_path_with_nothing_there_names_a_folder_and_a_server(tmp_path):

@@ -87,6 +87,16 @@ def test_tiers_stand_beside_the_bound_of_one_store_as_large_as_all(trace):
     assert tiers[0]["block_hit_rate"] <= bound["block_hit_rate"]
 
 
+def test_a_store_of_any_size_takes_the_memory_of_the_trace_alone(trace):
+    sizes = "1000000m,99999999999999999999"
+    words = ("replay", str(trace), "--policies", "handicap,lru", "--json")
+    done = kvoffload(*words, "--sizes", sizes)
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(done.stdout)["rows"]
+    assert [row["capacity_blocks"] for row in rows] == [10**12, 10**20] * 3 + [None]
+    assert len({row["prefix_hit_rate"] for row in rows}) == 1  # that of an infinite store
+
+
 def test_a_picture_that_cannot_be_written_is_told_before_the_replay(trace, tmp_path):
     (tmp_path / "folder.png").mkdir()
     too_long = str(tmp_path / f"{'x' * 300}.png")
@@ -304,6 +314,7 @@ SIZED = "size {trace} --model {model} --block-tokens 16"
         (f"{OF_TRACE} --policies lfu", "policies = 'lfu'"),
         (f"{OF_TRACE} --policies ,", "at least one"),
         (f"{OF_TRACE} --sizes 0", "sizes = '0'"),
+        (f"{OF_TRACE} --sizes 1e400", "sizes = '1e400'"),
         (f"{OF_TRACE} --sizes ten", "sizes = 'ten'"),
         (f"{OF_TRACE} --tiers cpu", "tiers.cpu"),
         (f"{OF_TRACE} --tiers cpu=1 --sizes 1", "tiers = 'cpu=1'"),
@@ -316,7 +327,10 @@ SIZED = "size {trace} --model {model} --block-tokens 16"
         (f"{LOOPED} 3", "--sizes"),
         (f"{LOOPED} 3 --sizes 60 --sample 0.5", "--sample"),
         (f"{LOOPED} 3 --sizes 60", "block_tokens"),
-        (f"{LOOPED} none --sizes 60 --block-tokens 1", "closed_loop"),
+        (
+            f"{LOOPED} none --sizes 60 --block-tokens 1",
+            "closed_loop = 'none': must be a number of sessions",
+        ),
         (f"{OF_TRACE} --closed-loop 3 --sizes 60 --block-tokens 16", "has no times"),
         (f"{SHORT} --block-tokens 64", "too short...--minutes"),
         (f"{SIZED} --targets 101", "targets = '101'"),
