@@ -125,7 +125,7 @@ def weights_identity(
     return unknown or f"known to this process alone: {uuid.uuid4().hex}"
 
 
-def folder_digest(folder: Path) -> str | None:
+def folder_digest(folder: str | os.PathLike[str]) -> str | None:
     """Digest a model's folder, or its one file, by content; None where nothing tells the weights.
 
     That is a folder that cannot be read, or one without a file of a known kind:
@@ -137,7 +137,7 @@ def folder_digest(folder: Path) -> str | None:
     """
     begun_s = time.monotonic()
     try:
-        files = list(_named(folder))
+        files = list(_named(Path(folder)))
         digest = _digest(files)
     except OSError as error:  # it vanished, or is cut, or is of another user
         log.warning("kvoffload: the weights in %s cannot be read: %s", folder, error)

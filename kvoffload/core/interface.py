@@ -59,6 +59,12 @@ def _require_positive(owner: object, *names: str) -> None:
             )
 
 
+def _require_dtype(owner: object, name: str, value: object) -> None:
+    if not hasattr(value, "itemsize"):  # torch itself is not imported here
+        remedy = "must be a torch.dtype, as torch.bfloat16"
+        raise KVCacheSpecError(f"{type(owner).__name__}.{name} = {value!r}: {remedy}")
+
+
 @dataclass(frozen=True)
 class KVCacheSpec:
     """The KV cache format of one layer; the base of all formats.
@@ -126,6 +132,7 @@ class AttentionSpec(KVCacheSpec):
     def __post_init__(self) -> None:
         super().__post_init__()
         _require_positive(self, "num_kv_heads", "head_size")
+        _require_dtype(self, "dtype", self.dtype)
         _check_padding(self, self.page_size_padded)
 
     @property
@@ -291,6 +298,8 @@ class MambaSpec(KVCacheSpec):
                 f"MambaSpec has {len(self.shapes)} shapes and {len(self.dtypes)} dtypes: give one "
                 "dtype for each state tensor, and at least one"
             )
+        for i, dtype in enumerate(self.dtypes):
+            _require_dtype(self, f"dtypes[{i}]", dtype)
         if any(extent < 1 for shape in self.shapes for extent in shape):
             raise KVCacheSpecError(f"MambaSpec.shapes = {self.shapes}: extents must be positive")
         if self.num_speculative_blocks < 0:

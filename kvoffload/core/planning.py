@@ -220,7 +220,7 @@ def get_kv_cache_config(
         InsufficientMemoryError: one request of ``max_model_len`` tokens does not fit.
     """
     groups = get_kv_cache_groups(kv_cache_spec)
-    num_blocks = max(0, available_memory_bytes) // block_bytes(groups)
+    num_blocks = _blocks_within(available_memory_bytes, groups)
     if num_blocks_override is not None:
         num_blocks = num_blocks_override
     check_enough_blocks(limits, groups, num_blocks)
@@ -324,7 +324,16 @@ def check_enough_kv_cache_memory(
         InsufficientMemoryError: says how much memory, or what length, would do.
     """
     groups = get_kv_cache_groups(kv_cache_spec)
-    check_enough_blocks(limits, groups, available_memory_bytes // block_bytes(groups))
+    check_enough_blocks(limits, groups, _blocks_within(available_memory_bytes, groups))
+
+
+def _blocks_within(available_memory_bytes: int, groups: Sequence[KVCacheGroupSpec]) -> int:
+    """Return how many blocks so much memory holds."""
+    memory: object = available_memory_bytes  # an engine may not check its types
+    if not isinstance(memory, int):
+        remedy = "must be a whole number of bytes, as 64 << 20"
+        raise KVCacheSpecError(f"available_memory_bytes = {memory!r}: {remedy}")
+    return max(0, memory) // block_bytes(groups)
 
 
 def check_enough_blocks(
@@ -353,7 +362,7 @@ def estimate_max_model_len(
 ) -> int:
     """Return the longest request, up to ``max_model_len``, that fits; 0 if none does."""
     groups = get_kv_cache_groups(kv_cache_spec)
-    num_blocks = max(available_memory_bytes, 0) // block_bytes(groups)
+    num_blocks = _blocks_within(available_memory_bytes, groups)
     return _longest_fitting_len(limits, groups, num_blocks)
 
 

@@ -146,6 +146,7 @@ def test_files_without_a_list_of_tensors_are_sampled(tmp_path):
     data = bytearray(os.urandom(20 << 20))
     file.write_bytes(data)
     before = folder_digest(tmp_path)
+    assert before == folder_digest(str(tmp_path))
     data = bytearray(byte ^ 1 for byte in data)
     file.write_bytes(data)
     assert before

@@ -102,6 +102,8 @@ def test_equal_formats_merge_and_others_do_not():
         (lambda: full(page_size_padded=PAGE - 1), f"at least the {PAGE} bytes"),
         (lambda: FullAttentionSpec(0, 1, 1, torch.float16), "block_size = 0"),
         (lambda: FullAttentionSpec(16, -1, 1, torch.float16), "num_kv_heads = -1"),
+        (lambda: FullAttentionSpec(16, 1, 1, "bfloat16"), "dtype = 'bfloat16': must be a torch"),
+        (lambda: MambaSpec(16, ((1,),), ("float16",)), r"dtypes\[0\] = 'float16': must be a torch"),
         (lambda: SlidingWindowSpec(*SHAPE), "sliding_window = 0"),
         (lambda: SlidingWindowSpec(*SHAPE, True, 8), "use MLAAttentionSpec"),
         (lambda: ChunkedLocalAttentionSpec(*SHAPE), "attention_chunk_size = 0"),

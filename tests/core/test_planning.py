@@ -97,6 +97,16 @@ def test_packed_layers_of_a_block_lie_side_by_side():
     assert {t.allocation for t in config.kv_cache_tensors} == {0}
 
 
+@pytest.mark.parametrize("memory", ["64MiB", 64e6, None])
+@pytest.mark.parametrize(
+    "plan", [get_kv_cache_config, check_enough_kv_cache_memory, estimate_max_model_len]
+)
+def test_memory_that_is_no_number_of_bytes_is_refused(plan, memory):
+    """A float would be a plan of 244.0 blocks."""
+    with pytest.raises(KVCacheSpecError, match=r"available_memory_bytes = .*: must be a whole"):
+        plan(LIMITS, {"0": FULL}, memory)
+
+
 def test_the_null_block_is_reserved():
     # 160 tokens are 10 blocks; an eleventh stands for "no block".
     assert get_kv_cache_config(LIMITS, layers(full=1), 11 * PAGE).num_blocks == 11
