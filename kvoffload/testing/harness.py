@@ -88,7 +88,7 @@ class OpensBackends:
 
     def open(self, namespace: str) -> Backend:
         """Open the backend under test; room for at least 64 chunks of 64 KiB."""
-        raise NotImplementedError
+        raise NotImplementedError("define open(self, namespace), which opens your backend")
 
     def open_small(self, namespace: str) -> Backend:
         """Open the backend with room for 4 to 32 chunks of 64 KiB, if it has a capacity."""

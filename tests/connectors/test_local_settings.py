@@ -8,6 +8,7 @@ import torch
 
 from kvoffload import folder_digest
 from kvoffload.connectors.local import LocalConnector
+from kvoffload.core.hashing import BlockHasher
 from kvoffload.core.interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 from kvoffload.errors import ConfigError
 from kvoffload.messages import CanonicalKVCacheRef, CanonicalKVCaches, CanonicalKVCacheTensor
@@ -123,6 +124,19 @@ def test_a_fact_that_has_no_one_spelling_is_refused_at_the_start(start, value):
 def test_facts_that_are_no_dictionary_of_names_are_refused(kv_caches, facts):
     with pytest.raises(ConfigError, match=r"^facts = .*must be a (dictionary|text)"):
         LocalConnector({"cpu_bytes": "64KiB"}, kv_caches, block_size=BLOCK, facts=facts)
+
+
+@pytest.mark.parametrize("hasher", ["sha256", hash, BlockHasher(2 * BLOCK)], ids=repr)
+def test_a_hasher_of_no_such_blocks_is_refused(kv_caches, hasher):
+    """It would find no prompt of an operator who looks one up."""
+    with pytest.raises(ConfigError, match=r"hasher = .*: must be a BlockHasher of 4 tokens"):
+        LocalConnector(
+            {"cpu_bytes": "64KiB"},
+            kv_caches,
+            block_size=BLOCK,
+            facts={"model": "m"},
+            hasher=hasher,
+        )
 
 
 @pytest.mark.parametrize(

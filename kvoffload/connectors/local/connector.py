@@ -106,7 +106,8 @@ class LocalConnector:
         hasher: BlockHasher | None = None,
     ) -> None:
         self.config = config if isinstance(config, OffloadConfig) else read_config(config)
-        given.check_groups(block_size, kv_cache_config)
+        given.check_hashes(block_size, hasher)
+        given.check_groups(kv_cache_config)
         check_facts(facts, self.config)
         self.block_size = block_size
         kinds = kinds_of_groups(block_size, kv_cache_config)

@@ -6,6 +6,7 @@ from typing import SupportsIndex
 
 from kvoffload.connectors.local.chunking import BlockTables, ChunkGroups, Keys, Piece, Span
 from kvoffload.core.groups import Group
+from kvoffload.core.hashing import BlockHasher
 from kvoffload.core.interface import KVCacheConfig, KVCacheGroupSpec
 from kvoffload.errors import ConfigError, UsageError
 from kvoffload.messages import CanonicalKVCaches
@@ -14,10 +15,21 @@ from kvoffload.transfer.factory import check_caches as check_rows
 _NUMBERS = "must be the numbers of blocks, as [1, 2, 3]; not a list a group, not a mask"
 
 
-def check_groups(block_size: int, kv_cache_config: KVCacheConfig | None) -> None:
-    """Raise ConfigError unless these are the tokens of a block hash, and KV cache groups."""
+def check_hashes(block_size: int, hasher: BlockHasher | None) -> None:
+    """Raise ConfigError unless these are the tokens of a block hash, and a hasher of them."""
     if type(block_size) is not int or block_size < 1:
         raise ConfigError("block_size", block_size, "must be an int, at least 1 token")
+    given: object = hasher  # an engine may not check its types
+    if given is None:
+        return
+    tokens = given.block_size if isinstance(given, BlockHasher) else type(given).__name__
+    if tokens != block_size:
+        remedy = f"must be a BlockHasher of {block_size} tokens, as block_size says, or None"
+        raise ConfigError("hasher", tokens, remedy)
+
+
+def check_groups(kv_cache_config: KVCacheConfig | None) -> None:
+    """Raise ConfigError unless these are KV cache groups."""
     config: object = kv_cache_config  # an engine may not check its types
     if config is None:
         return
