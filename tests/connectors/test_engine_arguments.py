@@ -134,6 +134,15 @@ def test_a_hash_that_no_message_takes_is_refused(connector, new_request, block_h
         connector.after_forward(request, [BLOCKS], 32)
 
 
+@pytest.mark.parametrize("hashes", [None, 5, iter([b"hash"])], ids=["None", "5", "an iterator"])
+def test_a_request_without_a_sequence_of_hashes_is_refused(connector, new_request, hashes):
+    """As of an engine whose prefix cache is off, and hashes nothing."""
+    request = new_request("p", 33)
+    request.block_hashes = hashes
+    with pytest.raises(UsageError, match=r"block_hashes = .*: must be bytes"):
+        connector.get_num_new_matched_tokens(request, 0)
+
+
 @pytest.mark.parametrize(("table", "told"), REFUSED.values(), ids=REFUSED)
 def test_a_wrong_table_is_refused_before_anything_is_counted(connector, new_request, table, told):
     request = new_request("p", 33)

@@ -152,11 +152,13 @@ def _check(request: OffloadRequest) -> None:
     if not isinstance(request.request_id, str):
         raise wrong("request_id", request.request_id, "must be a text that no other request has")
     token_count("num_tokens", request.num_tokens)
-    if not len(hashes):
-        return
-    if not isinstance(hashes[0], bytes) or len(hashes[0]) > MOST_HASH_BYTES:
+    try:
+        first: object = hashes[0] if len(hashes) else b""
+    except TypeError:  # it is no sequence
+        first = hashes
+    if not isinstance(first, bytes) or len(first) > MOST_HASH_BYTES:
         remedy = f"must be bytes, at most {MOST_HASH_BYTES:,}, as a SHA-256 of all tokens so far"
-        raise wrong("block_hashes", hashes[0], remedy)
+        raise wrong("block_hashes", first, remedy)
 
 
 class LoadBackoff:
