@@ -91,5 +91,8 @@ def bytes_per_token(
             raise ConfigError("model.num_attention_heads", heads, "is more than hidden_size")
     else:
         head_dim = _number(config, "head_dim")
+    if kv_heads % tensor_parallel and tensor_parallel % kv_heads:
+        remedy = f"must divide the {kv_heads} KV heads of the model, or be a multiple of them"
+        raise ConfigError("tensor_parallel", tensor_parallel, remedy)
     copies = max(1, tensor_parallel // kv_heads)
     return round(2 * layers * kv_heads * copies * head_dim * _DTYPE_BYTES[dtype])

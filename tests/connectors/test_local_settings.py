@@ -1,5 +1,6 @@
 """Settings with which the local connector is refused before it has started anything."""
 
+import os
 import threading
 
 import numpy as np
@@ -114,7 +115,7 @@ def test_weights_that_nothing_tells_are_no_fact(start, tmp_path, untold):
             start(facts, **tiers)
 
 
-@pytest.mark.parametrize("value", [1.5, ["a"], {"x": 1}, np.int64(3)])
+@pytest.mark.parametrize("value", [1.5, ["a"], {"x": 1}, np.int64(3), os.fsdecode(b"/m\xff")])
 def test_a_fact_that_has_no_one_spelling_is_refused_at_the_start(start, value):
     with pytest.raises(ConfigError, match=r"facts\.scale.*must be a text"):
         start({"model": "m", "scale": value})

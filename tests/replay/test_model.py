@@ -32,6 +32,9 @@ def test_grouped_query_attention():
 def test_ranks_beyond_the_kv_heads_hold_copies():
     assert bytes_per_token(LLAMA_8B, tensor_parallel=8) == 128 * 1024
     assert bytes_per_token(LLAMA_8B, tensor_parallel=16) == 256 * 1024
+    for ranks in (3, 12):  # no engine cuts a head
+        with pytest.raises(ConfigError, match=f"tensor_parallel = {ranks}: must divide the 8 KV"):
+            bytes_per_token(LLAMA_8B, tensor_parallel=ranks)
 
 
 def test_latent_attention_keeps_one_latent_a_layer_and_rank():

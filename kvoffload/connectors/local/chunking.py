@@ -395,6 +395,11 @@ def layout_facts(
     return facts
 
 
+def _is_unicode(text: str) -> bool:
+    """Whether a text is one: the name of a file may have bytes that are none."""
+    return text.encode(errors="replace").decode() == text
+
+
 def check_facts(facts: Mapping[str, Fact], config: OffloadConfig) -> None:
     """Tell an engine with tiers what its facts should name, and do not.
 
@@ -408,8 +413,8 @@ def check_facts(facts: Mapping[str, Fact], config: OffloadConfig) -> None:
     for name, value in given.items():
         if not isinstance(name, str):
             raise ConfigError("facts", name, "the name of a fact must be a text")
-        if not isinstance(value, Fact):
-            remedy = "must be a text, a whole number, true or false, bytes or None"
+        if not isinstance(value, Fact) or (isinstance(value, str) and not _is_unicode(value)):
+            remedy = "must be a text of Unicode, a whole number, true or false, bytes or None"
             raise ConfigError(f"facts.{name}", value, remedy)
     if all(name.startswith(LABEL) for name in facts):
         remedy = "must tell models apart: name the weights, dtype and kernels"
