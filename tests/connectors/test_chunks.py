@@ -213,6 +213,16 @@ def test_a_load_is_of_use_where_windows_have_all_that_they_read():
     assert groups.usable(16, 40, []) == 16
 
 
+def test_a_load_is_of_use_only_as_far_as_it_brought_each_block_of_a_window():
+    """Of a chunk with blocks 6 and 7 a prefix of 36 reads the second, one of 32 reads both."""
+    groups = groups_of(FULL, SlidingWindowSpec(**SHAPE, sliding_window=6), per_chunk=2)
+    assert groups.all[1].per_chunk == 2
+    without_last = [(0, block) for block in range(8)]
+    assert groups.usable(0, 36, [*without_last, (1, 7), (1, 8)]) == 0
+    assert groups.usable(0, 36, [*without_last, (1, 6), (1, 7), (1, 8)]) == 32
+    assert groups.usable(0, 36, [*without_last, (0, 8), (1, 7), (1, 8)]) == 36
+
+
 @pytest.mark.parametrize("kinds", [(FULL, WINDOW), (WINDOW, FULL)])
 def test_the_group_that_reads_everything_tells_where_tokens_came_from(kinds):
     groups = groups_of(*kinds, per_chunk=2)

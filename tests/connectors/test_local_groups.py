@@ -153,8 +153,12 @@ class Engine:
         got = outcomes[0].num_loaded_tokens if external else 0
         if external:
             assert sum(outcomes[0].tokens_by_medium.values()) == got
-        if got < external and not all(isinstance(spec, FullAttentionSpec) for spec in self.specs):
-            # A shorter prefix needs other blocks: admitted anew.
+        if (
+            external
+            and not got
+            and not all(isinstance(spec, FullAttentionSpec) for spec in self.specs)
+        ):
+            # A shorter prefix needs other blocks: admitted anew. One that is told has them.
             self.connector.request_finished(request)
             self.manager.free(request)
             return self.admit(request, salt)

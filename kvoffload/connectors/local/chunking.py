@@ -197,19 +197,21 @@ class ChunkGroups:
     # ---- what was loaded ----
 
     def usable(self, start: int, end: int, good: Iterable[tuple[int, int]]) -> int:
-        """Return up to which token a load can be used that brought these (group, chunk) only."""
+        """Return up to which token a load can be used that brought these (group, block) only.
+
+        A shorter prefix reads earlier blocks of a window. The load may have brought a part of their
+        chunk and left these out, so chunks do not tell.
+        """
         there = set(good)
         for group in self.offloaded:
             if group.reads_all:
-                for chunk in group.chunks(group.needed(start, end)):
-                    if (group.index, chunk) not in there:
-                        end = self.aligned(chunk * group.chunk_tokens)
+                for block in group.needed(start, end):
+                    if (group.index, block) not in there:
+                        end = self.aligned(block * group.block_size)
                         break
         windows = [group for group in self.offloaded if not group.reads_all]
         while end > start and not all(
-            (group.index, chunk) in there
-            for group in windows
-            for chunk in group.chunks(group.needed(start, end))
+            (group.index, block) in there for group in windows for block in group.needed(start, end)
         ):
             end -= self.alignment
         return max(end, start)

@@ -175,7 +175,13 @@ class Transfers:
             found = zip(chunks, media, job.ok, strict=False)  # chunks may have found no room
             arrived = {chunk: medium for chunk, medium, ok in found if ok}
             if not is_whole:
-                end = self._groups.usable(load.start, end, arrived)
+                blocks = [
+                    (span.group.index, block)
+                    for span in load.spans
+                    for block in span.blocks
+                    if (span.group.index, block // span.group.per_chunk) in arrived
+                ]
+                end = self._groups.usable(load.start, end, blocks)
             tokens = dict(self._groups.tokens_by_medium(load.start, end, arrived))
         if waits and end < load.end:
             self._note_short_load(name)
