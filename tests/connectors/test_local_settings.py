@@ -127,7 +127,9 @@ def test_facts_that_are_no_dictionary_of_names_are_refused(kv_caches, facts):
         LocalConnector({"cpu_bytes": "64KiB"}, kv_caches, block_size=BLOCK, facts=facts)
 
 
-@pytest.mark.parametrize("hasher", ["sha256", hash, BlockHasher(2 * BLOCK)], ids=repr)
+@pytest.mark.parametrize(
+    "hasher", ["sha256", hash, BlockHasher(2 * BLOCK)], ids=["text", "function", "other blocks"]
+)
 def test_a_hasher_of_no_such_blocks_is_refused(kv_caches, hasher):
     """It would find no prompt of an operator who looks one up."""
     with pytest.raises(ConfigError, match=r"hasher = .*: must be a BlockHasher of 4 tokens"):
