@@ -406,13 +406,17 @@ class Session:
         store = self._stores.get(message.tier)
         answers = [False] * len(message.keys)
         if store is not None and self._wanted is not None:
+            within_s = self._wanted.lookup_timeout_s
             try:
                 asked = store.backend.contains(message.keys)
-                found = await asyncio.wait_for(asked, self._wanted.lookup_timeout_s)
+                found = await asyncio.wait_for(asked, within_s)
                 answers = [bool(each) for each in same_length(found, message.keys)]
             except Exception as error:
-                text = "%s: probing %d keys failed: %s"
-                store.failures.warning(text, store.name, len(message.keys), text_of(error))
+                text = "%s: a lookup of %d chunks failed, and they count as missing: %s"
+                reason = text_of(error)
+                if isinstance(error, TimeoutError):
+                    reason = f"no answer within {within_s:g} s, the lookup_timeout_s"
+                store.failures.warning(text, store.name, len(message.keys), reason)
         if self._stores.get(message.tier) is not store:
             return  # replaced by a renewal, as above
         for start in range(0, len(answers), KEYS_PER_MESSAGE):
