@@ -407,14 +407,15 @@ class Session:
         answers = [False] * len(message.keys)
         if store is not None and self._wanted is not None:
             within_s = self._wanted.lookup_timeout_s
+            deadline = asyncio.timeout(within_s)
             try:
-                asked = store.backend.contains(message.keys)
-                found = await asyncio.wait_for(asked, within_s)
+                async with deadline:
+                    found = await store.backend.contains(message.keys)
                 answers = [bool(each) for each in same_length(found, message.keys)]
             except Exception as error:
                 text = "%s: a lookup of %d chunks failed, and they count as missing: %s"
                 reason = text_of(error)
-                if isinstance(error, TimeoutError):
+                if deadline.expired():  # a store may raise a TimeoutError of its own
                     reason = f"no answer within {within_s:g} s, the lookup_timeout_s"
                 store.failures.warning(text, store.name, len(message.keys), reason)
         if self._stores.get(message.tier) is not store:

@@ -106,6 +106,17 @@ def test_the_log_names_a_timeout_which_has_no_words(presence_on, until, caplog):
     until(lambda: f"{told}, the lookup_timeout_s" in caplog.messages)
 
 
+def test_a_timeout_of_the_store_itself_is_told_as_that(presence_on, until, caplog):
+    class Refusing(Store):
+        async def contains(self, keys):
+            raise TimeoutError("no connection in 3 s")
+
+    prober = presence_on(Refusing([]), timeout_s=60.0)
+    assert prober.holds(b"k") is None
+    until(lambda: [line for line in caplog.messages if "a lookup of 1 chunks failed" in line])
+    assert caplog.messages[-1].endswith("count as missing: no connection in 3 s")
+
+
 def test_an_answer_is_believed_for_two_seconds_and_asked_for_again_after_them(presence_on, until):
     now, store = [0.0], Store([b"here"])
     prober = presence_on(store, timeout_s=5.0, clock=lambda: now[0])
