@@ -223,6 +223,13 @@ def test_a_load_is_of_use_only_as_far_as_it_brought_each_block_of_a_window():
     assert groups.usable(0, 36, [*without_last, (0, 8), (1, 7), (1, 8)]) == 36
 
 
+def test_a_load_is_of_use_only_where_the_engine_still_has_the_window_before_it():
+    """Of what lies before 32, an end at 40 needs blocks 6 and 7, one at 36 block 5 as well."""
+    groups = groups_of(FULL, SlidingWindowSpec(**SHAPE, sliding_window=17))
+    assert groups.usable(32, 40, [(0, 8), (1, 8)]) == 32
+    assert groups.usable(8, 16, [(0, 2), (1, 2)]) == 12  # both read all blocks before
+
+
 @pytest.mark.parametrize("kinds", [(FULL, WINDOW), (WINDOW, FULL)])
 def test_the_group_that_reads_everything_tells_where_tokens_came_from(kinds):
     groups = groups_of(*kinds, per_chunk=2)

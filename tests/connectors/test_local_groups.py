@@ -12,6 +12,8 @@ import pytest
 import torch
 
 from benchmarks.harness import caches_of
+from kvoffload.backends.base import ReadResult
+from kvoffload.backends.memory import MemoryBackend
 from kvoffload.connectors.local import LocalConnector
 from kvoffload.connectors.local.request_states import LoadBackoff
 from kvoffload.core.hashing import BlockHasher, HashChain
@@ -26,6 +28,7 @@ from kvoffload.core.interface import (
 from kvoffload.core.manager import KVCacheManager
 from kvoffload.core.request import Request
 from kvoffload.errors import ConfigError
+from kvoffload.offload.base import make_offload_key
 from kvoffload.testing import Plan
 from tests.support.block_checks import needed_tokens
 from tests.support.manager_check import check
@@ -300,6 +303,29 @@ def test_a_request_that_can_use_no_part_of_its_load_is_promised_nothing_until_it
     served.connector.flush()
     served.manager.reset_prefix_cache()
     assert served.run(prompt, 1) > 0
+
+
+def test_a_short_load_tells_no_prefix_whose_window_lacks_a_block_found_on_the_gpu(engine, plug_in):
+    """To take in 40 tokens is to give up a block of the window that 36 tokens read."""
+    lost = set()
+
+    class Lossy(MemoryBackend):
+        def load(self, key, into):
+            return ReadResult.MISSING if key in lost else super().load(key, into)
+
+    plug_in("lossy", Lossy)
+    config = settings(1, io="thread", backends=[{"type": "lossy", "capacity": "1MiB"}])
+    served = engine([full(), window(17)], config)
+    prompt = list(range(100, 141))
+    served.run(prompt, 1)
+    assert served.connector.flush()
+    served.manager.reset_prefix_cache()
+    assert served.run(prompt[:33], 1) == 32
+    assert served.connector.flush()
+    served.connector._manager.reset_cache()  # of host memory alone
+    hashes = Request("r", HashChain(served.hasher, prompt)).block_hashes
+    lost.update(make_offload_key(hashes[9], group) for group in (0, 1))
+    served.run(prompt, 1)
 
 
 @pytest.mark.parametrize("tolerated", [0, 1])

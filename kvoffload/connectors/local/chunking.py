@@ -134,6 +134,14 @@ class ChunkGroup:
             first = max(first, self.kind.first_needed(end))
         return range(first, end // self.block_size)
 
+    def keeps_before(self, start: int, end: int, whole: int) -> bool:
+        """Whether an engine that took in ``whole`` tokens has what ``end`` reads before ``start``.
+
+        It has given up the blocks before ``start`` that are behind the window of ``whole``.
+        """
+        kept = min(self.kind.first_needed(whole), start // self.block_size)
+        return self.kind.first_needed(end) >= kept
+
     def chunks(self, blocks: range) -> range:
         """Return the chunks that these blocks are in."""
         if not blocks:
@@ -200,9 +208,10 @@ class ChunkGroups:
         """Return up to which token a load can be used that brought these (group, block) only.
 
         A shorter prefix reads earlier blocks of a window. The load may have brought a part of their
-        chunk and left these out, so chunks do not tell.
+        chunk and left these out, so chunks do not tell. Of the blocks before ``start``, an engine
+        keeps those that the whole load's end needs.
         """
-        there = set(good)
+        there, whole = set(good), end
         for group in self.offloaded:
             if group.reads_all:
                 for block in group.needed(start, end):
@@ -211,7 +220,9 @@ class ChunkGroups:
                         break
         windows = [group for group in self.offloaded if not group.reads_all]
         while end > start and not all(
-            (group.index, block) in there for group in windows for block in group.needed(start, end)
+            group.keeps_before(start, end, whole)
+            and all((group.index, block) in there for block in group.needed(start, end))
+            for group in windows
         ):
             end -= self.alignment
         return max(end, start)
