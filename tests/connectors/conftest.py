@@ -23,7 +23,7 @@ BOTH = (
     "test_eviction",
     "test_tiers",
 )
-REACH_IN = {"faulty", "stores", "faults", "registry", "DiskBackend"}
+REACH_IN = {"faulty", "stores", "faults", "registry", "plug_in", "DiskBackend"}
 """What changes stores in this process; ``test_io_forms.py`` plans faults for both forms."""
 
 
