@@ -170,13 +170,13 @@ def imported():
 def start(model, imported, tmp_path_factory):
     """Start an engine; all are killed at the end of the module.
 
-    One ``anew``, or with variables of its own, is no fork: each of its processes imports SGLang.
+    One ``anew`` is no fork: each of its processes imports SGLang.
     """
     running = []
 
     def begin(storage=None, extra=None, model=model, env=None, anew=False, **options):
         log = tmp_path_factory.mktemp("log") / "engine.log"
-        python = None if anew or env else imported
+        python = None if anew else imported
         running.append(Engine(model, log, storage, extra, env, python, **options))
         return running[-1].wait_ready()
 
