@@ -1,6 +1,7 @@
 """The scheduler half when it has met its workers, without an engine."""
 
 import os
+import random
 import threading
 import time
 import types
@@ -11,12 +12,16 @@ pytest.importorskip("vllm.version", reason="vLLM is not installed; see make test
 
 from bare_half import bare_half
 from manager_parts import figures
+from vllm import SamplingParams
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
     OffloadingConnectorMetadata,
 )
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_offload.base import LookupResult, ReqContext
+from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.request import Request, RequestStatus
 
+from benchmarks.vllm_parts.halves import BLOCK
 from kvoffload import registry
 from kvoffload.backends.base import Removal
 from kvoffload.connectors.vllm import withheld_stores
@@ -471,3 +476,45 @@ def test_an_answer_is_valid_until_something_changes(met, monkeypatch):
     assert ask() == (0, False)
     assert ask(16) == (0, True)
     assert not answers
+
+
+def test_a_token_that_a_streaming_session_drops_is_in_none_of_its_keys(halves, monkeypatch):
+    """The queue lists a preempted session late: when its last token has filled a chunk."""
+    monkeypatch.setattr("kvoffload.offload.waiting.LISTED_REQUESTS", 1)
+    rig = halves()
+    engine, half = rig.scheduler, rig.scheduler.connector.connector_scheduler
+    rng = random.Random(1)
+
+    def send(num_tokens):
+        params = SamplingParams(max_tokens=3, ignore_eos=True)
+        params.update_from_generation_config({}, 2)
+        tokens = rng.choices(range(3, 512), k=num_tokens)
+        session = Request("s", tokens, params, None, block_hasher=rig._hasher, resumable=True)
+        engine.add_request(session)
+        return session
+
+    session = send(10 * BLOCK - 3)
+    rig.step()
+    rig.step()
+    last = engine.schedule()
+    engine.running.remove(session)
+    engine._preempt_request(session, time.monotonic())  # as vLLM does without blocks
+    for _ in range(3):  # so many that one waits before the session
+        rig.add(rng.choices(range(3, 512), k=7000), 1)
+    beside = engine.schedule()
+    made = ModelRunnerOutput(["s"], {"s": 0}, sampled_token_ids=[[7]])
+    engine.update_from_output(last, made)
+    assert session.status == RequestStatus.WAITING_FOR_STREAMING_REQ
+    assert session.num_tokens == 10 * BLOCK
+    monkeypatch.setattr(engine, "schedule", lambda: beside)
+    rig.step()
+    monkeypatch.undo()
+    rig.step()
+    send(100)
+    if session.num_tokens < 10 * BLOCK:
+        pytest.skip("vLLM 0.32 drops all tokens of such a session")
+    rig.quiet()
+    keys = half._req_status["s"].group_states[0].offload_keys
+    assert len(keys) > 10
+    hashes = session.block_hashes[: len(keys)]
+    assert keys == [make_offload_key(each, 0) for each in hashes]
