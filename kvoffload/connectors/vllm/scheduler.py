@@ -40,7 +40,15 @@ from kvoffload.connectors.vllm.step_messages import (
 )
 from kvoffload.errors import ConfigError
 from kvoffload.identity import namespace, short
-from kvoffload.offload.base import EarlyRead, Job, LoadJob, OffloadKey, ReqContext, WriteJob
+from kvoffload.offload.base import (
+    EarlyRead,
+    Job,
+    LoadJob,
+    OffloadKey,
+    ReqContext,
+    StoreJob,
+    WriteJob,
+)
 from kvoffload.recording import RequestLog
 
 log = logging.getLogger(__name__)
@@ -435,6 +443,9 @@ class KVOffloadScheduler(OffloadingConnectorScheduler):  # type: ignore[misc]  #
                 good = [key for key, fine in zip(job.keys, ok, strict=True) if fine]
                 if presence := self.tiers.presences.get(job.tier):
                     presence.written(good)
+            return
+        if isinstance(job, StoreJob) and job.stale and job.context is not None:
+            withheld_stores.offer_stale(self, job.context.req_id, job.keys)
             return
         if not isinstance(job, LoadJob):
             return

@@ -218,6 +218,22 @@ def offer_lost(half: Any, status: Any) -> None:
     half._due.again([status.req.request_id])
 
 
+def offer_stale(half: Any, req_id: str, keys: Collection[OffloadKey]) -> None:
+    """Make vLLM offer the chunks of a store that was to fail, as their request computes them again.
+
+    Not with windows or states: their tables keep blocks that another request may have by now.
+
+    Args:
+        half: our scheduler half.
+        req_id: the request, which may have ended.
+        keys: of the store.
+    """
+    status = half._req_status.get(req_id)
+    if status is None or status.req.is_finished() or half._sliding_window_groups:
+        return
+    _offer(half, status, keys)
+
+
 def _offer(half: Any, status: Any, keys: Collection[OffloadKey]) -> None:
     wanted = frozenset(keys)
     for group in status.group_states:
