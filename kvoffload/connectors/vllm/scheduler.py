@@ -328,7 +328,9 @@ class KVOffloadScheduler(OffloadingConnectorScheduler):  # type: ignore[misc]  #
     def request_finished(self, request: Any) -> tuple[bool, dict[str, Any] | None]:
         """See vLLM; the result goes out with the request's output."""
         delayed, params = super().request_finished(request)
-        if (status := self._req_status.get(request.request_id)) is not None:
+        status = self._req_status.get(request.request_id)
+        is_aborted = request.status is RequestStatus.FINISHED_ABORTED  # vLLM's half sees to those
+        if status is not None and not is_aborted:
             withheld_stores.bar_uncomputed(status)
         # vLLM's half ends it a step later.
         self.adapter.manager.request_admitted(ReqContext(request.request_id))
