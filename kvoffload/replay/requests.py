@@ -3,12 +3,13 @@
 from array import array
 from collections.abc import Container, Iterable, Iterator, Sequence
 from hashlib import blake2b
+from typing import overload
 
 Keys = tuple[bytes, ...]
 """The blocks of one prompt, head first; equal keys mean equal prefixes."""
 
 
-class Requests:
+class Requests(Sequence[Keys]):
     """Requests in order; each is made when it is asked for.
 
     Args:
@@ -37,7 +38,13 @@ class Requests:
     def __len__(self) -> int:
         return len(self._spans) // 2
 
-    def __getitem__(self, at: int) -> Keys:
+    @overload
+    def __getitem__(self, at: int) -> Keys: ...
+    @overload
+    def __getitem__(self, at: slice) -> list[Keys]: ...
+    def __getitem__(self, at: int | slice) -> Keys | list[Keys]:
+        if isinstance(at, slice):
+            return [self[each] for each in range(*at.indices(len(self)))]
         return self._keys_of(self._blocks(range(len(self))[at]))
 
     def __iter__(self) -> Iterator[Keys]:

@@ -57,7 +57,7 @@ class Hits:
         return self.blocks / self.accesses if self.accesses else 0.0
 
 
-def _reported(requests: Requests, progress: Progress | None) -> Iterator[Keys]:
+def _reported(requests: Sequence[Keys], progress: Progress | None) -> Iterator[Keys]:
     """Hand out the requests, telling ``progress``."""
     if progress is None:
         yield from requests
@@ -113,7 +113,7 @@ class Level:
 
 
 def replay_levels(
-    requests: Requests,
+    requests: Sequence[Keys],
     levels: Sequence[Level],
     progress: Progress | None = None,
     weights: Weights = WHOLE,
@@ -151,7 +151,7 @@ def _leading(found: Iterable[bool]) -> int:
     return sum(takewhile(bool, found))
 
 
-def infinite(requests: Requests, weights: Weights = WHOLE) -> Hits:
+def infinite(requests: Sequence[Keys], weights: Weights = WHOLE) -> Hits:
     """Count the hits of a store that holds everything."""
     found = Hits()
     held: set[bytes] = set()

@@ -48,6 +48,7 @@ class TraceError(ConfigError):
         short = value if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
         super().__init__(field if value == str(path) else where + field, short, remedy)
         self.path = path
+        self.line = line
 
 
 class RequestLine(msgspec.Struct):
