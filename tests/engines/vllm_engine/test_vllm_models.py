@@ -101,7 +101,7 @@ def test_after_a_failed_load_of_windows_alone_a_prompt_is_computed_from_its_star
     answer = engine.generate(wanted)
     set_plan()
     assert answer["tokens"] == told
-    assert counter(engine, "events recomputed_blocks") > 0
+    assert engine.ask("counted")["vllm:kvoffload_events recomputed_blocks"] > 0
     engine.kill()
 
 
