@@ -24,9 +24,9 @@ TENSOR, REF = CanonicalKVCacheTensor(ROWS, 32), CanonicalKVCacheRef(0, 32)
 def start(kv_caches):
     """Start a connector, and close it."""
 
-    def start(facts=None, block_size=BLOCK, kv_cache_config=None, **settings):
+    def start(facts=None, block_size=BLOCK, kv_cache_config=None, hasher=None, **settings):
         settings, facts = {"cpu_bytes": "64KiB", **settings}, facts or {"model": "m"}
-        how = {"block_size": block_size, "kv_cache_config": kv_cache_config}
+        how = {"block_size": block_size, "kv_cache_config": kv_cache_config, "hasher": hasher}
         LocalConnector(settings, kv_caches, facts=facts, **how).close()
 
     return start
@@ -130,16 +130,10 @@ def test_facts_that_are_no_dictionary_of_names_are_refused(kv_caches, facts):
 @pytest.mark.parametrize(
     "hasher", ["sha256", hash, BlockHasher(2 * BLOCK)], ids=["text", "function", "other blocks"]
 )
-def test_a_hasher_of_no_such_blocks_is_refused(kv_caches, hasher):
+def test_a_hasher_of_no_such_blocks_is_refused(start, hasher):
     """It would find no prompt of an operator who looks one up."""
     with pytest.raises(ConfigError, match=r"hasher = .*: must be a BlockHasher of 4 tokens"):
-        LocalConnector(
-            {"cpu_bytes": "64KiB"},
-            kv_caches,
-            block_size=BLOCK,
-            facts={"model": "m"},
-            hasher=hasher,
-        )
+        start(hasher=hasher)
 
 
 @pytest.mark.parametrize(
@@ -150,15 +144,9 @@ def test_a_hasher_of_no_such_blocks_is_refused(kv_caches, hasher):
         (KVCacheConfig(64, [], [{"layer": None}]), r"kv_cache_config.kv_cache_groups[0]"),
     ],
 )
-def test_groups_of_another_type_are_refused(kv_caches, config, field):
+def test_groups_of_another_type_are_refused(start, config, field):
     with pytest.raises(ConfigError, match=r"must be a .*KVCache") as caught:
-        LocalConnector(
-            {"cpu_bytes": "64KiB"},
-            kv_caches,
-            block_size=BLOCK,
-            facts={"model": "m"},
-            kv_cache_config=config,
-        )
+        start(kv_cache_config=config)
     assert caught.value.field == field
 
 

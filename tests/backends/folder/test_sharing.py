@@ -58,6 +58,7 @@ async def test_the_capacity_holds_for_all_hosts_and_one_of_them_evicts(mounts, m
 async def test_a_process_that_tells_late_has_its_room_reserved(mounts):
     """Another host may fill the store in the second before it tells what it has stored."""
     one, two = (open_folder(mount / "kv", capacity=64 * ON_DISK) for mount in mounts)
+    assert await until(lambda: two._housekeeper.room.limit_bytes)
     two._housekeeper._turn = lambda: None  # it tells nothing, and learns of no lower limit
     stored = 0
     for turn in range(40):
