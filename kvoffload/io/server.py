@@ -19,7 +19,6 @@ from typing import Any
 
 from msgspec import DecodeError
 
-from kvoffload.backends.blocking_pool import start_once
 from kvoffload.backends.log_rate import Throttle
 from kvoffload.errors import ConfigError
 from kvoffload.io.chunk_jobs import ChunkJobs, Moved, same_length
@@ -554,6 +553,8 @@ async def _close(opening: Collection["asyncio.Task[Any]"], stores: Sequence[Open
 def run_server(sock: socket.socket, memory: memoryview, attach: Callable[[Session], None]) -> None:
     """Serve an engine on this thread until the engine's end of the socket is closed.
 
+    The thread goes on until no call of a store uses the slab any more, and all stores are closed.
+
     Args:
         sock: this end; closed afterwards.
         memory: the slab.
@@ -563,7 +564,11 @@ def run_server(sock: socket.socket, memory: memoryview, attach: Callable[[Sessio
     async def serve() -> None:
         session = Session(memory)
         attach(session)
-        await session.serve(sock)
+        try:
+            await session.serve(sock)
+        finally:
+            # The engine reads the end before. It takes the slots back when this thread has ended.
+            await session.settled()
 
     loop = asyncio.new_event_loop()
     # For plug-ins' calls of run_in_executor. An executor of our own ends with the loop.
@@ -574,15 +579,7 @@ def run_server(sock: socket.socket, memory: memoryview, attach: Callable[[Sessio
         loop.run_until_complete(serve())
     finally:
         sock.close()
-        if closings(loop):  # they hang, and the engine waits for this thread
-            start_once(partial(_end_loop, loop, executor))
-        else:
-            _end_loop(loop, executor)
-
-
-def _end_loop(loop: asyncio.AbstractEventLoop, executor: ThreadPoolExecutor) -> None:
-    """End a loop once its stores are closed, or they would hold descriptors and locks for good."""
-    if left := closings(loop):
-        loop.run_until_complete(asyncio.wait(left))
-    executor.shutdown(wait=False, cancel_futures=True)
-    loop.close()
+        if left := closings(loop):  # or they would hold descriptors and locks for good
+            loop.run_until_complete(asyncio.wait(left))
+        executor.shutdown(wait=False, cancel_futures=True)
+        loop.close()

@@ -1,6 +1,7 @@
 """The I/O client and its server, in both forms: jobs, presence, figures, refusals, the end."""
 
 import logging
+import socket
 import threading
 import time
 
@@ -330,6 +331,30 @@ def test_an_answer_that_fails_ends_the_server_and_frees_the_slots(rig, until, mo
     until(lambda: not client._is_opening)
     rig.store(client, "memory", KEYS, until)
     assert client.died == 1
+
+
+def test_a_cut_connection_frees_no_slot_that_a_call_still_writes_to(
+    thread_rig, until, planned, monkeypatch
+):
+    """A call that hangs outlives its session; only a process could be killed with it."""
+    monkeypatch.setattr(server, "END_S", 0.05)
+    client = thread_rig.open(("planned", "planned", planned.options))
+    thread_rig.store(client, "planned", KEYS[:1], until)
+    planned.set(process=Process("stubborn", 60.0))
+    load = thread_rig.load(client, "planned", KEYS[:1])
+    first = client._peer
+    until(lambda: first.session._jobs.calls)
+    with client._link.lock:
+        client._link._sock.shutdown(socket.SHUT_RDWR)
+    until(lambda: load.answers)
+    assert load.answers == [([False], "io_died", False)]
+    time.sleep(1.0)
+    assert load.releases == 0
+    planned.set()
+    until(lambda: load.releases)
+    assert thread_rig.slab.slot(0, 4096) == b"\xee" * 4096
+    until(lambda: client._peer is not first and not client._is_opening)
+    thread_rig.store(client, "planned", KEYS[:1], until)
 
 
 def test_a_hung_store_does_not_keep_another_from_closing(rig, until, tmp_path, planned):
