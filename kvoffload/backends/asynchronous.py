@@ -21,6 +21,8 @@ log = logging.getLogger(__name__)
 
 INLINE_BYTES = 4 << 20
 """Largest chunk whose checksum or cipher the event loop's thread computes: below a millisecond."""
+CLOSING = "kvoffload closes a store"
+"""Name of tasks that an event loop should end after."""
 T = TypeVar("T")
 
 
@@ -44,6 +46,8 @@ class AsyncChunkBackend(CountedBackend, ABC):
         self.__turns = asyncio.Semaphore(at_once)
         self.__close_s = close_s
         self.__running: set[asyncio.Task[None]] = set()
+        self.__releasing: asyncio.Task[None] | None = None
+        """Kept, because the loop has only weak references to tasks."""
 
     # ---- what a subclass defines -----------------------------------------------------------
 
@@ -115,9 +119,14 @@ class AsyncChunkBackend(CountedBackend, ABC):
         if hung:
             _, hung = await asyncio.wait(hung, timeout=self.__close_s)
         if hung:  # a chunk in flight still uses what release() would take away
-            log.warning("%r: a call hangs; its connections stay open", self)
+            log.warning("%r: a call hangs; the store is closed when it returns", self)
+            self.__releasing = asyncio.create_task(self.__release_late(hung), name=CLOSING)
         else:
             await self.release()
+
+    async def __release_late(self, hung: set[asyncio.Task[None]]) -> None:
+        await asyncio.wait(hung)
+        await self.release()
 
     # ---- how the coroutines run ------------------------------------------------------------
 

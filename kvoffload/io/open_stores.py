@@ -11,6 +11,7 @@ from msgspec import convert
 
 from kvoffload import registry
 from kvoffload.backends.admin import Purges
+from kvoffload.backends.asynchronous import CLOSING
 from kvoffload.backends.base import (
     Backend,
     LocalIndex,
@@ -30,8 +31,6 @@ _A = TypeVar("_A")
 _MOST = 1 << 53
 """Of a figure: Prometheus loses no digit, and sums fit into a message."""
 
-_CLOSING = "kvoffload closes a store"
-"""Name of tasks."""
 CLOSE_S = 5.0
 """How long closing stores may take."""
 TRY_AGAIN_S, LONGEST_S = 0.5, 30.0
@@ -323,7 +322,7 @@ async def greet(store: OpenStore, facts: Mapping[str, str]) -> None:
 
 async def close_stores(stores: Sequence[OpenStore], timeout_s: float = CLOSE_S) -> None:
     """Close stores, all at once, and wait at most so long."""
-    tasks = {asyncio.create_task(_close(store), name=_CLOSING): store.name for store in stores}
+    tasks = {asyncio.create_task(_close(store), name=CLOSING): store.name for store in stores}
     if not tasks:
         return
     done, hung = await asyncio.wait(tasks, timeout=timeout_s)
@@ -340,7 +339,7 @@ async def _close(store: OpenStore) -> None:
 
 def closings(loop: asyncio.AbstractEventLoop) -> set["asyncio.Task[Any]"]:
     """Return what still closes stores of a loop."""
-    return {task for task in asyncio.all_tasks(loop) if task.get_name() == _CLOSING}
+    return {task for task in asyncio.all_tasks(loop) if task.get_name() == CLOSING}
 
 
 async def purge(store: OpenStore, namespaces: Sequence[str]) -> str:

@@ -579,7 +579,7 @@ def run_server(sock: socket.socket, memory: memoryview, attach: Callable[[Sessio
         loop.run_until_complete(serve())
     finally:
         sock.close()
-        if left := closings(loop):  # or they would hold descriptors and locks for good
+        while left := closings(loop):  # or they would hold descriptors and locks for good
             loop.run_until_complete(asyncio.wait(left))
         executor.shutdown(wait=False, cancel_futures=True)
         loop.close()

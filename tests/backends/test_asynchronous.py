@@ -206,3 +206,5 @@ async def test_close_does_not_wait_for_a_client_that_hangs(caplog):
     assert "a call hangs" in caplog.text
     backend.gate.set()
     await hung
+    await asyncio.sleep(0.05)
+    assert backend.released == 1
