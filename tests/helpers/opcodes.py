@@ -16,6 +16,8 @@ def count_opcodes(action, inside=""):
         return trace
 
     before = sys.gettrace()
+    # Python 3.12 sends opcodes only if a frame had asked for them when tracing began.
+    sys._getframe().f_trace_opcodes = True
     sys.settrace(trace)
     try:
         action()
