@@ -28,6 +28,8 @@ typedef int CUresult, CUdevice, CUdevice_attribute, CUstreamCaptureMode;
 typedef unsigned long long CUdeviceptr;
 typedef void *CUstream, *CUcontext;
 typedef struct { int type, id; } CUmemLocation;
+#endif
+#if !defined(CUDA_VERSION) || CUDA_VERSION < 12080
 typedef struct {
     int srcAccessOrder;
     CUmemLocation srcLocHint, dstLocHint;
