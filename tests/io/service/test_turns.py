@@ -295,7 +295,8 @@ async def test_a_view_is_closed_once_its_calls_have_ended():
     calls = len(rig.near.calls)
     rig.near.may_end.set()
     await in_time(closing)
-    assert begun.done()
+    assert all(map(rig.near.holds, keys))
+    assert all(await in_time(begun))
     assert any(not any(answers) for answers in await asyncio.gather(*waiting)), "none was too late"
     assert len(rig.near.calls) == calls
     assert all(await in_time(other.read(keys, slots(4))))
