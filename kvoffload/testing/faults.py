@@ -11,12 +11,14 @@ from typing import Any, Literal
 
 import msgspec
 
+from kvoffload.backends.admin import Purges
 from kvoffload.backends.base import (
     Answers,
     Backend,
     LocalIndex,
     Observable,
     ReadsEach,
+    Spares,
 )
 
 Verb = Literal["contains", "read", "write", "remove"]
@@ -56,7 +58,7 @@ class FaultyBackend:
         self._calls: dict[tuple[int, str], int] = {}
         self._released = asyncio.Event()
         # From Python 3.12 on, isinstance() of a protocol finds attributes but no __getattr__.
-        protocols: tuple[Any, ...] = (LocalIndex, Observable)
+        protocols: tuple[Any, ...] = (LocalIndex, Observable, Spares, Purges)
         for protocol in protocols:
             if isinstance(inner, protocol):
                 for name in vars(protocol):

@@ -5,7 +5,8 @@ import asyncio
 import pytest
 
 from kvoffload import open_backend
-from kvoffload.backends.base import LocalIndex
+from kvoffload.backends.admin import Purges
+from kvoffload.backends.base import LocalIndex, Spares
 from kvoffload.testing import BackendSuite, FaultyBackend, Plan
 from kvoffload.testing.backends import CHUNK_BYTES, filled, keys_of, payload_of, slots
 
@@ -79,3 +80,12 @@ async def test_passes_optional_protocols_through(store):
     assert not backend.is_complete
     assert sorted(backend.take_changes(100)) == sorted((key, True) for key in keys)
     assert backend.is_complete
+
+
+@pytest.mark.parametrize("kind", ["disk", "memory"])
+async def test_passes_what_its_inner_backend_has_through_and_nothing_else(kind, tmp_path):
+    inner = open_backend(kind, {"root": str(tmp_path)} if kind == "disk" else {}, "ns")
+    backend = FaultyBackend(inner)
+    for protocol in (Purges, Spares):
+        assert isinstance(backend, protocol) == isinstance(inner, protocol)
+    await backend.close()
