@@ -32,9 +32,25 @@ def check_settings(result: None, args: Any) -> None:
         settings = read_settings(extra)
         check_version(settings.allow_untested_sglang)
         check_role(args)
+        check_hicache(args)
         if not settings.trust_image_hashes:
             check_media(settings, model_config_of(args))
         compile_hashes()
+
+
+def check_hicache(args: Any) -> None:
+    """Refuse a start in which SGLang would not open its storage, and would not say so.
+
+    Raises:
+        ConfigError: names the option.
+    """
+    if not args.resolved_dict()["enable_hierarchical_cache"]:
+        remedy = (
+            "SGLang opens its storage with HiCache alone, so nothing would be stored; set "
+            "--enable-hierarchical-cache, or leave out --hicache-storage-backend where SGLang "
+            "switches HiCache off, as for diffusion models"
+        )
+        raise ConfigError("enable_hierarchical_cache", False, remedy)
 
 
 def check_role(options: Any) -> None:

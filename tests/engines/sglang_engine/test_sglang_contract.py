@@ -400,7 +400,7 @@ def test_versions_whose_keys_are_not_seeded_are_refused():
     check_version(True, "0.6.0")
 
 
-def started(python, extra, options="", **env):
+def started(python, extra, options="enable_hierarchical_cache=True", **env):
     """Resolve the arguments of a start in another process, and return what it says in the end."""
     extra = {
         "backend_name": "k", "module_path": "kvoffload.connectors.sglang",
@@ -424,6 +424,12 @@ args.resolve_once()
 
 def test_a_wrong_setting_ends_the_start_before_a_model_is_loaded(imported):
     assert "host memory is HiCache's own" in started(imported, {"cpu_bytes": 1})
+
+
+def test_a_start_without_hicache_is_refused(imported):
+    """SGLang would serve, open no storage and not say so."""
+    said = started(imported, {"trust_image_hashes": True}, "")
+    assert re.search("enable_hierarchical_cache.*set --enable-hierarchical-cache", said)
 
 
 @pytest.mark.parametrize(
