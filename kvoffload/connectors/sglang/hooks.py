@@ -6,6 +6,7 @@ from typing import Any
 
 from kvoffload.connectors.sglang import (
     controller_hooks,
+    engine_start,
     request_keys,
     start_check,
     weight_hooks,
@@ -21,6 +22,7 @@ def register_hooks() -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     HookRegistry.register(start_check.RESOLVE, start_check.check_settings)
+    HookRegistry.register(engine_start.PUBLISH, engine_start.before_publish, HookType.BEFORE)
     if SCHEDULER not in sys.modules:
         return
     for kind, hooks in _hooks().items():

@@ -2,7 +2,6 @@
 
 from typing import Any
 
-from kvoffload.connectors.sglang.engine_start import begin_start
 from kvoffload.connectors.sglang.hicache_settings import CLASS, HiCacheSettings, read_settings
 from kvoffload.connectors.sglang.page_facts import check_version
 from kvoffload.errors import ConfigError
@@ -20,7 +19,6 @@ def check_settings(result: None, args: Any) -> None:
     Raises:
         ConfigError: a setting is wrong, or this SGLang, its model or this machine is not supported.
     """
-    begin_start()
     if args.hicache_storage_backend != "dynamic" or not args.hicache_storage_backend_extra_config:
         return
     from sglang.srt.arg_groups.model_override_base import model_config_of

@@ -451,6 +451,46 @@ def test_a_decode_instance_is_refused_at_the_attach(attach, monkeypatch):
         attach(Pool())
 
 
+def test_engines_that_a_program_starts_in_processes_have_starts_of_their_own(imported):
+    """Their weights would else have one name, also where each is sent other ones."""
+    code = """
+import multiprocessing, os
+import sglang.srt.runtime_context as context
+import sglang.srt.server_args as module
+from sglang.srt.plugins import load_plugins
+module.ServerArgs.resolve_once = lambda args: None
+context._configure_context = lambda *args, **kwargs: None
+load_plugins()
+from kvoffload.connectors.sglang.engine_start import start_name
+
+def start(tell):
+    module.ServerArgs(model_path="none").resolve_once()
+    context.publish(None, role="tokenizer")
+    ranks = [fork.Process(target=rank, args=(tell,)) for _ in range(2)]
+    for each in ranks:
+        each.start()
+        each.join()
+
+def rank(tell):
+    context.publish(None, role="scheduler")
+    tell.put(start_name())
+
+fork = multiprocessing.get_context("fork")
+tell = fork.Queue()
+start(tell)
+for _ in range(2):
+    process = fork.Process(target=start, args=(tell,))
+    process.start()
+    process.join()
+print(*(tell.get(timeout=60) for _ in range(6)))
+"""
+    command = [*imported.command, "-c", code]
+    said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    names = said.split()[-6:]
+    assert names[::2] == names[1::2]  # the ranks of a start
+    assert len({*names}) == 3
+
+
 def test_a_machine_that_cannot_compile_sglangs_hashes_ends_the_start(imported, tmp_path):
     said = started(
         imported,
