@@ -51,13 +51,18 @@ def weights_of(model: Any, loading: Any, weights_id: str | None, unknown: str = 
         weights_id: the setting.
         unknown: the name of weights that nothing tells; see :func:`weights_identity`.
     """
+    from vllm import envs
+
+    # Elastic expert parallelism: the other ranks send their weights, perhaps newer than any file.
+    # vLLM makes dummy ones first, and keeps the name of those.
+    joins = envs.VLLM_ELASTIC_EP_SCALE_UP_LAUNCH
     was_read = reads_files(model, loading) and not was_changed(model.model, process_begun_ns())
-    is_dummy = loading is not None and str(loading.load_format) == "dummy"
+    is_dummy = loading is not None and str(loading.load_format) == "dummy" and not joins
     return weights_identity(
         weights_id,
         model.model,
         model.revision,
-        reads_files=was_read,
+        reads_files=was_read and not joins,
         dummy_seed=model.seed if is_dummy else None,
         unknown=unknown,
     )

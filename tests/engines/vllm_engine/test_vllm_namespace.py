@@ -1,5 +1,6 @@
 """Which configurations of a real vLLM share chunks: no two whose KV cache may differ."""
 
+import contextlib
 import dataclasses
 import enum
 import json
@@ -17,6 +18,7 @@ pytest.importorskip("vllm.version", reason="vLLM is not installed; see make test
 import vllm.config
 from vllm import envs
 from vllm.config import VllmConfig
+from vllm.v1.worker import gpu_model_runner
 
 from kvoffload.connectors.vllm import engine_weights, fingerprint, longest_request
 from kvoffload.connectors.vllm import harmless_fields as harmless
@@ -381,6 +383,31 @@ def test_weights_that_the_folder_does_not_have_are_shared_with_no_other_start(
     assert "Set weights_id" in caplog.text
     assert known(model, source, weights_id="v1") == known(model, source, weights_id="v1")
     assert known(model, source, weights_id="v1") != known(model, source, weights_id="v2")
+
+
+def test_weights_that_a_joining_rank_gets_from_the_others_are_no_dummy_ones(model, monkeypatch):
+    """In elastic expert parallelism vLLM makes dummy weights first, and keeps the name of those."""
+
+    def make_none(load_config):
+        raise LookupError
+
+    def joined(**settings):
+        config = config_of(model)
+        runner = types.SimpleNamespace(
+            model_config=config.model_config,
+            parallel_config=config.parallel_config,
+            load_config=config.load_config,
+        )
+        with pytest.raises(LookupError):
+            gpu_model_runner.GPUModelRunner.load_model(runner, load_dummy_weights=True)
+        assert config.load_config.load_format == "dummy"
+        return namespace(**facts_of(config, **settings))
+
+    monkeypatch.setattr(gpu_model_runner, "get_model_loader", make_none)
+    monkeypatch.setattr(gpu_model_runner, "DeviceMemoryProfiler", contextlib.nullcontext)
+    monkeypatch.setenv("VLLM_ELASTIC_EP_SCALE_UP_LAUNCH", "1")
+    assert joined() != joined()
+    assert joined(weights_id="v1") == joined(weights_id="v1")
 
 
 def test_which_files_of_a_folder_are_read_is_a_fact(model, tmp_path):
