@@ -149,7 +149,8 @@ class KVOffloadConnector(OffloadingConnector):  # type: ignore[misc]  # untyped 
     def update_connector_output(self, connector_output: Any) -> None:
         """Take in the workers' report, if there is one, and what any connector failed to load."""
         if connector_output.invalid_block_ids:
-            withheld_stores.fail_after(self.scheduler, connector_output.invalid_block_ids)
+            lost = connector_output.invalid_block_ids
+            withheld_stores.fail_after(self.scheduler, lost, self._kv_cache_manager)
         if connector_output.kv_connector_worker_meta is not None:
             self._has_stats = self._has_events = True
             self.scheduler.update_connector_output(connector_output)

@@ -60,6 +60,8 @@ class RequestNotes:
     num_failed_loads: int = 0
     offered_s: float | None = None
     """Since when vLLM has known of a load that it has not begun; monotonic."""
+    old_blocks: set[int] = field(default_factory=set)
+    """The GPU blocks that it had when it was preempted last."""
 
 
 def notes_of(req_context: VllmContext) -> RequestNotes:

@@ -8,6 +8,7 @@ from copy import copy
 from typing import Any
 
 from kvoffload.connectors.vllm.engine_weights import told_of
+from kvoffload.connectors.vllm.manager_adapter import notes_of
 from kvoffload.offload.base import OffloadKey
 
 # ---- Withheld ----
@@ -57,6 +58,7 @@ def forget_old_tables(half: Any, scheduler_output: Any) -> None:
         *(new.req_id for new in scheduler_output.scheduled_new_reqs),
     ):
         if (status := half._req_status.get(req_id)) is not None:
+            notes_of(status.req_context).old_blocks = _blocks(status)
             for group in status.group_states:
                 group.block_ids.clear()
 
@@ -77,19 +79,30 @@ def bar_computing(half: Any) -> None:
             status.max_offload_tokens = 0
 
 
-def fail_after(half: Any, block_ids: Set[int]) -> None:
+def fail_after(half: Any, block_ids: Set[int], kv_cache: Any) -> None:
     """Let stores in flight fail whose requests computed on blocks that were not loaded.
 
     Another connector, in ``MultiConnector``, may load within a step. vLLM tells of a failure at its
     end. Then it computes the request again, in the same blocks.
 
+    It does not look at requests that were preempted meanwhile. Their blocks stay in its prefix
+    cache: they would be reused, and stored.
+
     Args:
         half: our scheduler half.
         block_ids: what any connector failed to load.
+        kv_cache: vLLM's ``KVCacheManager``.
     """
     for status in half._req_status.values():
-        if not all(block_ids.isdisjoint(group.block_ids) for group in status.group_states):
+        old = notes_of(status.req_context).old_blocks
+        if not block_ids.isdisjoint(old):
+            kv_cache.evict_blocks(old)
+        if not block_ids.isdisjoint(old | _blocks(status)):
             half._table.fail_stores(status.transfer_jobs)
+
+
+def _blocks(status: Any) -> set[int]:
+    return set[int]().union(*(group.block_ids for group in status.group_states))
 
 
 def bar_uncomputed(status: Any) -> None:

@@ -48,19 +48,22 @@ class Lost(KVConnectorMetadata):
 
 
 class LosingConnector(IdleConnector, SupportsHMA):
-    """Promises the beginning of each long prompt within the step, and loads nothing of it."""
+    """Promises the beginning of each long prompt within the step, once, and loads nothing of it."""
 
     def __init__(self, vllm_config, role, kv_cache_config=None):
         super().__init__(vllm_config, role, kv_cache_config)
         self._tokens = LOST_BLOCKS * vllm_config.cache_config.block_size
         self._blocks = set()
+        self._promised = set()
 
     def get_num_new_matched_tokens(self, request, num_computed_tokens):
         has_more = not num_computed_tokens and request.num_tokens > self._tokens
-        return (self._tokens if has_more else 0), False
+        is_first = request.request_id not in self._promised
+        return (self._tokens if has_more and is_first else 0), False
 
     def update_state_after_alloc(self, request, blocks, num_external_tokens):
         if num_external_tokens:
+            self._promised.add(request.request_id)
             self._blocks.update(blocks.get_block_ids()[0][:LOST_BLOCKS])
 
     def build_connector_meta(self, scheduler_output):

@@ -91,3 +91,26 @@ def test_nothing_is_stored_that_is_computed_on_what_another_connector_failed_to_
     assert again["tokens"] == told
     assert again["cached"] == [992], "what it computed the second time is stored"
     engine.kill()
+
+
+def test_nor_where_the_request_was_preempted_before_vllm_knew(start, prompts, plugin, tmp_path):
+    """For an outer producer vLLM preempts requests of a step in flight, and keeps their blocks."""
+    tight = {"max_model_len": 448, "num_gpu_blocks_override": 15, "max_num_batched_tokens": 1024}
+    (running,), (wanted,) = prompts(1, 64), prompts(1, 353, seed=1)
+    plain = start(**tight)
+    told = plain.generate([wanted])["tokens"]
+    plain.kill()
+    losing = {"kv_connector": "LosingConnector", "kv_connector_module_path": "sibling"}
+    pair = several(ours(tmp_path / "kv", BY_PATH), losing) | {"kv_role": "kv_producer"}
+    engine = start(kv_transfer_config=pair, env=plugin("truly_async"), **tight)
+    assert engine.ask("steps_in_flight") == 2
+    engine.generate(prompts(1, 300, seed=2))
+    engine.ask("quiet")
+    assert engine.ask("reset")  # blocks hold what others have computed
+    # The next step takes the last block for the first request, and preempts the second one.
+    assert engine.generate([running, wanted], [40, 16])["tokens"][1:] == told
+    assert engine.ask("quiet")["vllm:num_preemptions"] > 0
+    assert engine.ask("reset")
+    again = engine.generate([wanted])
+    assert [again["tokens"], again["cached"]] == [told, [352]]
+    engine.kill()
