@@ -251,13 +251,13 @@ class ManagerAdapter(VllmManager):  # type: ignore[misc]  # untyped base
     def take_events(self) -> Iterable[VllmEvent]:
         """Translate the manager's events."""
         for event in self.manager.take_events():
-            on_host = event.medium == CPU
+            on_host, locality = event.medium == CPU, _locality(event.medium)
             yield VllmEvent(
                 keys=list(event.keys),
                 medium=Medium.CPU if on_host else Medium.STORAGE,
                 removed=isinstance(event, ChunksRemoved),
-                locality=_locality(event.medium),
-                removal_expected=True,
+                locality=locality,
+                removal_expected=locality is Locality.LOCAL,  # other servers evict untold
             )
 
     def reset_cache(self) -> None:

@@ -25,6 +25,7 @@ from kvoffload.connectors.spans import open_spans
 from kvoffload.connectors.vllm import self_test as canary
 from kvoffload.connectors.vllm import withheld_stores
 from kvoffload.connectors.vllm.client_requests import ClientParams, ExplainedRequests, is_trusted
+from kvoffload.connectors.vllm.described_chunks import DescribedChunks
 from kvoffload.connectors.vllm.engine_metrics import hit_tokens
 from kvoffload.connectors.vllm.engine_weights import Generations, is_told
 from kvoffload.connectors.vllm.manager_adapter import ManagerAdapter, RequestNotes, notes_of
@@ -75,6 +76,9 @@ class KVOffloadScheduler(OffloadingConnectorScheduler):  # type: ignore[misc]  #
         super().__init__(spec, vllm_config, kv_cache_config)
         self.adapter: ManagerAdapter = self.manager
         self.adapter.read_whole = self._read_whole
+        tracker: Any = self._events_tracker
+        if tracker.self_describing_enabled:
+            self._events_tracker: Any = DescribedChunks(tracker)
         self.settings = settings
         self._workers: dict[int, WorkerInfo] = {}
         self.waits_for_workers = True

@@ -109,6 +109,22 @@ OFFLOADING = "vllm.distributed.kv_transfer.kv_connector.v1.offloading"
             },
         ),
         (
+            OFFLOADING + ".events",
+            "OffloadingEventsTracker",
+            {
+                "record_store": ["self", "req", "group_config", "chunk_idx", "offload_key"],
+                "record_lookup": ["self", "req", "group_config", "chunk_idx", "offload_key"],
+                "record_partial_store": [
+                    "self", "req", "group_config", "boundary_tokens", "offload_key"
+                ],
+                "record_partial_lookup": [
+                    "self", "req", "group_config", "boundary_tokens", "offload_key"
+                ],
+                "take_events": ["self", "events"],
+                "reset": ["self"],
+            },
+        ),
+        (
             "vllm.distributed.kv_transfer.kv_connector.v1.base",
             "KVConnectorBase_V1",
             {

@@ -7,6 +7,7 @@ of the tests, and is installed there once.
 import contextlib
 import json
 import os
+import random
 import socket
 import subprocess
 import sys
@@ -18,9 +19,13 @@ import pytest
 
 pytest.importorskip("vllm.version", reason="vLLM is not installed; see make test-vllm")
 
+from vllm.config import KVEventsConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.events import OffloadingEventsTracker
-from vllm.v1.kv_offload.base import OffloadingKVEventsConfig
+from vllm.v1.kv_offload.base import Medium, OffloadingKVEventsConfig
 
+from benchmarks.vllm_parts import halves
+from benchmarks.vllm_parts.engine import ours
+from kvoffload.connectors.vllm import described_chunks
 from kvoffload.connectors.vllm.manager_adapter import ManagerAdapter
 from kvoffload.messages import make_offload_key
 from kvoffload.offload.host_cache import HostCache
@@ -58,7 +63,11 @@ def test_events_carry_no_owner_and_media_that_routers_know(tier):
     manager.complete(transfer, (True,))
     manager.reset_cache()
     tracker = OffloadingEventsTracker(OffloadingKVEventsConfig(True, False))
-    events = list(tracker.take_events(adapter.take_events()))
+    told = list(adapter.take_events())
+    # Of what a server evicts nobody hears.
+    expected = {event.removal_expected for event in told if event.medium is Medium.STORAGE}
+    assert expected == {tier == "disk"}
+    events = list(tracker.take_events(told))
     assert {(event.medium, type(event).__name__) for event in events} == {
         ("CPU", "BlockStored"),
         ("STORAGE", "BlockStored"),
@@ -68,6 +77,36 @@ def test_events_carry_no_owner_and_media_that_routers_know(tier):
     assert [event.ownership for event in events] == [None] * 3
     places = {event.medium: event.locality for event in events}
     assert places == {"CPU": "LOCAL", "STORAGE": "LOCAL" if tier == "disk" else "REMOTE"}
+
+
+def test_what_events_tell_of_a_chunk_is_forgotten_with_the_chunk(models, tmp_path, monkeypatch):
+    """vLLM's half waits until host memory gives the chunk up, and here it is on the disk alone."""
+    make_config = halves._vllm_config
+
+    def with_events(*args):
+        config = make_config(*args)
+        config.kv_events_config = KVEventsConfig(enable_kv_cache_events=True, publisher="null")
+        return config
+
+    monkeypatch.setattr(halves, "_vllm_config", with_events)
+    disk = {"type": "disk", "root": str(tmp_path / "kv"), "capacity": "4MiB", "min_free": 0}
+    extra = {"cpu_bytes": 0, "staging_bytes": "1MiB", "blocks_per_chunk": 1, "weights_id": "w"}
+    extra |= {"backends": [disk], "self_describing_kv_events": True}
+    with halves.Halves(models("llama"), ours(extra)) as rig:
+        rig.quiet()
+        half = rig.scheduler.connector.connector_scheduler
+        described, rng = half._events_tracker._pending_event_metadata, random.Random(0)
+        for _ in range(20):
+            rig.add(rng.choices(range(3, 512), k=20 * halves.BLOCK + 3), 2)
+            rig.quiet()
+        assert described
+        monkeypatch.setattr(described_chunks, "PATIENCE_S", 0.0)
+        until = time.monotonic() + 60
+        while len(described) > 128:  # chunks of 32 KiB, of which 400 were stored
+            assert time.monotonic() < until, len(described)
+            time.sleep(0.1)
+            rig.add([3, 4, 5], 1)
+            rig.quiet()
 
 
 @pytest.fixture(scope="module")
