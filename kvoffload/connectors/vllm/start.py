@@ -154,6 +154,26 @@ def check_role(transfer: Any) -> None:
         )
 
 
+def check_faults(parallel: Any) -> None:
+    """Refuse an engine that goes on after a step that failed on another rank.
+
+    vLLM has the KV cache of that step in its prefix cache, and tells no connector.
+
+    Args:
+        parallel: vLLM's ``ParallelConfig``.
+
+    Raises:
+        ConfigError: names the option and the remedy.
+    """
+    if parallel.enable_fault_tolerance:
+        raise ConfigError(
+            "enable_fault_tolerance",
+            True,
+            "vLLM would go on with the KV cache of a step that failed, and tiers would keep it; "
+            "leave --enable-fault-tolerance out, or take this connector out",
+        )
+
+
 _HOOKED = "_kvoffload_hook"
 
 

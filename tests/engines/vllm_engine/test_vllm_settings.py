@@ -1,5 +1,7 @@
 """Settings, versions, and what is said of a configuration that will not do."""
 
+import queue
+import random
 import subprocess
 import types
 from pathlib import Path
@@ -11,6 +13,8 @@ pytest.importorskip("vllm.version", reason="vLLM is not installed; see make test
 import torch
 from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.v1.fault_tolerance import EngineCoreSentinel
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheConfig,
@@ -21,6 +25,7 @@ from vllm.v1.kv_cache_interface import (
     UniformTypeKVCacheSpecs,
 )
 
+from benchmarks.vllm_parts.halves import BLOCK
 from kvoffload.connectors.vllm import register
 from kvoffload.connectors.vllm.client_requests import is_trusted, refuse_weak_hashes, warn_of_images
 from kvoffload.connectors.vllm.connector import (
@@ -38,6 +43,7 @@ from kvoffload.connectors.vllm.start import (
 )
 from kvoffload.errors import ConfigError
 from kvoffload.memory_limits import available_host_bytes
+from tests.engines.vllm_engine.configs import config_of
 
 DISK = {"type": "disk", "root": "/nowhere", "capacity": "1GiB"}
 
@@ -257,3 +263,36 @@ def test_a_pooler_for_which_vllm_keeps_no_prefixes_is_refused_with_the_remedy():
     check_prefixes(_model("generate", supported=False), caches)
     with pytest.raises(ConfigError, match=r"pooler_config = 'CLS, ALL'.*take this connector out"):
         check_prefixes(_model("pooling", supported=False), caches)
+
+
+def test_an_engine_that_goes_on_after_a_failed_step_is_refused_with_the_remedy(models):
+    config = config_of(models("llama"))
+    config.parallel_config.enable_fault_tolerance = True
+    remedy = "leave --enable-fault-tolerance out"
+    for role in KVConnectorRole:
+        with pytest.raises(ConfigError, match=f"enable_fault_tolerance = True: .*{remedy}"):
+            KVOffloadConnector(config, role, _caches(FullAttentionSpec(**HEADS)))
+
+
+def test_what_a_failed_step_has_computed_stays_in_the_prefix_cache_of_vllm(halves):
+    """Which is why such engines are refused: what is found there is stored."""
+    rig = halves()
+    prompt = random.Random(1).choices(range(3, 512), k=10 * BLOCK + 1)
+    rig.add(prompt, 2)
+    rig.scheduler.schedule()
+    aborted = []
+    core = types.SimpleNamespace(
+        engine_index=0,
+        batch_queue=None,
+        scheduler=rig.scheduler,
+        model_executor=None,
+        _send_abort_outputs=aborted.extend,
+        output_queue=queue.Queue(),
+    )
+    faults = types.SimpleNamespace(engine_recovery_timeout_sec=1)
+    parallel = types.SimpleNamespace(fault_tolerance_config=faults)
+    EngineCoreSentinel(core, parallel).on_fault(RuntimeError("a rank is gone"))
+    assert len(aborted) == 1
+    again = rig.add(prompt, 2)
+    _, found, *_ = rig.scheduler.kv_cache_manager.get_computed_blocks(again)
+    assert found == 10 * BLOCK
