@@ -10,6 +10,7 @@ Nothing here does I/O. Each transfer is one job, which the caller answers once w
 
 from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
+from itertools import compress
 
 from kvoffload.config import HARMLESS_HINTS
 from kvoffload.errors import UsageError
@@ -348,9 +349,11 @@ class TieredOffloadingManager(OffloadingManager):
             self._early.ended(job, ok, settled, arrived)
 
     def _transfer_ended(self, transfer: WriteJob, ok: Sequence[bool], settled: bool) -> None:
-        for name in reversed(transfer.held):
-            self._host.end_use(name, settled)
-        good = [key for key, fine in zip(transfer.keys, ok, strict=True) if fine]
+        held = transfer.held[::-1]
+        if not (settled and self._host.unpin_all(held)):
+            for name in held:
+                self._host.end_use(name, settled)
+        good = list(compress(transfer.keys, ok))
         self._not_stored[transfer.tier, "failed"] += len(ok) - len(good)
         if (tier := transfer.store) in self.tiers:  # not replaced meanwhile
             self._events.written(tier, good)

@@ -174,7 +174,7 @@ class WriteThrough:
                 break
             kept_bytes += size
             batch.append(key)
-        slots = list(map(host.pin, batch))
+        slots = host.pin_all(batch) or list(map(host.pin, batch))
         for key in batch:
             del waiting[key]
         if gone:

@@ -13,7 +13,7 @@ from kvoffload.messages import make_offload_key
 from kvoffload.policies.lru import LRUPolicy
 
 BLOCK = 4
-MANAGER = "/kvoffload/offload/"
+MANAGER, ORDER = "/kvoffload/offload/", "/kvoffload/policies/"
 
 
 @pytest.fixture
@@ -58,6 +58,23 @@ def test_the_end_of_a_whole_transfer_costs_the_manager_nothing_for_each_chunk(
     assert max(a_chunk) < 1, "steps a chunk to end a store, a load"
 
 
+def test_a_write_through_moves_its_chunks_in_the_order_together(connect, new_request, tmp_path):
+    disk = {"type": "disk", "root": str(tmp_path), "capacity": "1GiB", "min_free": 0}
+    connector = connect(disk, facts={"model": "m", "dtype": "int8", "weights": "w"})
+    calls_of = {"begin": [], "end": []}
+    for count in (100, 600):
+        request = new_request(f"{count}", count * BLOCK + 1)
+        connector.after_forward(request, [range(1, 2 + count)], request.num_tokens)
+        for of_step in calls_of.values():
+            connector._worker.wait(set(connector._transfers.jobs))
+            of_step.append(count_calls(connector.poll, ORDER))
+        assert connector.flush()
+        connector.request_finished(request)
+        assert len(connector._manager._host.evictable) >= count
+    for few, many in calls_of.values():
+        assert many == few, calls_of
+
+
 @pytest.mark.parametrize("source", ["host", "disk", "both"])
 def test_a_load_calls_no_function_for_each_chunk(source, connect, new_request, tmp_path):
     disk = {"type": "disk", "root": str(tmp_path), "capacity": "1GiB", "min_free": 0}
@@ -67,6 +84,22 @@ def test_a_load_calls_no_function_for_each_chunk(source, connect, new_request, t
         for count in (40, 240)
     )
     assert many - few < 20, "calls of 200 chunks"
+
+
+def count_calls(action, inside="/kvoffload/"):
+    """Run an action and count the calls of functions whose file's path has this part."""
+    calls = 0
+
+    def note(frame, event, arg):
+        nonlocal calls
+        calls += event == "call" and inside in frame.f_code.co_filename
+
+    sys.setprofile(note)
+    try:
+        action()
+    finally:
+        sys.setprofile(None)
+    return calls
 
 
 def calls_of_a_load(connector, new_request, source, count):
@@ -81,22 +114,12 @@ def calls_of_a_load(connector, new_request, source, count):
         assert connector.flush()
         assert connector.poll()[0].ok
         connector.request_finished(head)
-    calls = 0
-
-    def note(frame, event, arg):
-        nonlocal calls
-        calls += event == "call" and "/kvoffload/" in frame.f_code.co_filename
-
-    sys.setprofile(note)
-    try:
-        begin_load(connector, request, table)
-        sys.setprofile(None)
-        connector._worker.wait(set(connector._transfers.jobs))
-        sys.setprofile(note)
-        (outcome,) = connector.poll()
-        connector.request_finished(request)
-    finally:
-        sys.setprofile(None)
+    outcomes = []
+    calls = count_calls(lambda: begin_load(connector, request, table))
+    connector._worker.wait(set(connector._transfers.jobs))
+    calls += count_calls(lambda: outcomes.extend(connector.poll()))
+    calls += count_calls(lambda: connector.request_finished(request))
+    (outcome,) = outcomes
     from_disk = {"host": 0, "disk": count, "both": count // 2}[source] * BLOCK
     tokens = Counter({"CPU": count * BLOCK - from_disk, "DISK": from_disk})
     assert outcome.tokens_by_medium == +tokens

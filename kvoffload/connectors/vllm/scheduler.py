@@ -445,10 +445,8 @@ class KVOffloadScheduler(OffloadingConnectorScheduler):  # type: ignore[misc]  #
     def _note(self, job: Job) -> None:
         ok = job.ok
         if isinstance(job, WriteJob):
-            if not job.stale:
-                good = [key for key, fine in zip(job.keys, ok, strict=True) if fine]
-                if presence := self.tiers.presences.get(job.tier):
-                    presence.written(good)
+            if not job.stale and (presence := self.tiers.presences.get(job.tier)):
+                presence.written(itertools.compress(job.keys, ok))
             return
         if isinstance(job, StoreJob) and job.stale and job.context is not None:
             withheld_stores.offer_stale(self, job.context.req_id, job.keys)
