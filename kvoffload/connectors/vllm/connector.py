@@ -202,11 +202,13 @@ class KVOffloadConnector(OffloadingConnector):  # type: ignore[misc]  # untyped 
         self.connector_worker.handle_preemptions(kv_connector_metadata)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        self.connector_worker.start_kv_transfers(self._connector_metadata)
+        if self._connector_metadata is not IDLE_STEP:
+            self.connector_worker.start_kv_transfers(self._connector_metadata)
 
     def wait_for_save(self) -> None:
         """Take in the stores of this step; they begin in the next."""
-        self.connector_worker.prepare_store_kv(self._connector_metadata)
+        if self._connector_metadata is not IDLE_STEP:
+            self.connector_worker.prepare_store_kv(self._connector_metadata)
 
     def unregister_kv_caches(self) -> None:
         """See :meth:`KVOffloadWorker.unregister_kv_caches`; vLLM calls it from 0.33 on."""

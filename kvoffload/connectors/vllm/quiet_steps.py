@@ -46,7 +46,8 @@ class DueRequests:
         if self._visits_all:
             return output
         running = output.scheduled_cached_reqs
-        self.again(running.resumed_req_ids)
+        if running.resumed_req_ids:
+            self.again(running.resumed_req_ids)
         places = self._due(output)
         blocks = running.new_block_ids
         if all_blocks:
@@ -153,12 +154,6 @@ MAX_STEPS = 64
 """Steps in flight; more only if vLLM never ends them."""
 
 
-class _Step(NamedTuple):
-    num_tokens: int
-    num_prompt_tokens: int
-    scheduled_s: float
-
-
 class StepMeter:
     """Measures steps that compute prompts.
 
@@ -176,18 +171,21 @@ class StepMeter:
     ) -> None:
         self._note = note
         self._clock = clock
-        self._steps: deque[_Step] = deque(maxlen=MAX_STEPS)
+        self._steps: deque[tuple[int, int, float]] = deque(maxlen=MAX_STEPS)
+        """Of each step in flight: its tokens, those beyond one a request, when it began."""
         self._ended_s = -math.inf
 
-    def scheduled(self, num_tokens: int, num_requests: int) -> None:
-        """Note that vLLM has scheduled a step, perhaps one without tokens."""
-        self._steps.append(_Step(num_tokens, num_tokens - num_requests, self._clock()))
+    def scheduled(self, num_tokens: int, num_requests: int) -> float:
+        """Note that vLLM has scheduled a step, perhaps one without tokens; return the time."""
+        now_s = self._clock()
+        self._steps.append((num_tokens, num_tokens - num_requests, now_s))
+        return now_s
 
     def ended(self) -> None:
         """Note that vLLM has taken in the output of the oldest step."""
         if not self._steps:
             return
-        step, now_s = self._steps.popleft(), self._clock()
-        if step.num_prompt_tokens >= MIN_PROMPT_TOKENS:
-            self._note(step.num_tokens, now_s - max(step.scheduled_s, self._ended_s))
+        (num_tokens, num_prompt_tokens, scheduled_s), now_s = self._steps.popleft(), self._clock()
+        if num_prompt_tokens >= MIN_PROMPT_TOKENS:
+            self._note(num_tokens, now_s - max(scheduled_s, self._ended_s))
         self._ended_s = now_s

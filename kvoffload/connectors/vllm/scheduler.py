@@ -344,14 +344,14 @@ class KVOffloadScheduler(OffloadingConnectorScheduler):  # type: ignore[misc]  #
 
     def build_connector_meta(self, scheduler_output: Any) -> StepMetadata:
         """See vLLM; adds write-through, and begins every job in the table."""
-        self._meter.scheduled(
-            scheduler_output.total_num_scheduled_tokens, len(scheduler_output.num_scheduled_tokens)
-        )
-        self.adapter.changes += self._awaits_reports
-        self._awaits_reports = False
-        self._stepped_s = time.monotonic()
-        if scheduler_output.total_num_scheduled_tokens or self._table:
+        num_tokens = scheduler_output.total_num_scheduled_tokens
+        num_requests = len(scheduler_output.num_scheduled_tokens)
+        self._stepped_s = self._meter.scheduled(num_tokens, num_requests)
+        if num_tokens or self._table:
             self._moved_s = self._stepped_s
+        if self._awaits_reports:
+            self._awaits_reports = False
+            self.adapter.changes += 1
         for req_id in scheduler_output.preempted_req_ids or ():
             status = self._req_status.get(req_id)
             if status is not None and status.req.status == RequestStatus.PREEMPTED:  # still

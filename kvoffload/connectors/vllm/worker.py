@@ -173,8 +173,9 @@ class KVOffloadWorker(OffloadingConnectorWorker):  # type: ignore[misc]  # untyp
     # ---- every step ----
 
     def handle_preemptions(self, kv_connector_metadata: StepMetadata) -> None:
-        """Before the forward pass: nothing it overwrites may still be read by a store."""
+        """Before each forward pass: nothing it overwrites may still be read by a store."""
         orders = kv_connector_metadata
+        self._is_met = not orders.asks_workers
         if UPDATES.count != self._updates or orders.generation is not None:
             self._notice_weights(is_ordered=orders.generation is not None)
         flush = orders.jobs_to_flush
@@ -222,9 +223,8 @@ class KVOffloadWorker(OffloadingConnectorWorker):  # type: ignore[misc]  # untyp
             self._presence.renew(label)
 
     def start_kv_transfers(self, metadata: StepMetadata) -> None:
-        """Begin this step's loads and write-throughs, and the last step's stores."""
-        self._is_met = not metadata.asks_workers
-        if not self._is_met:
+        """Begin this step's loads and write-throughs; not called in a step without orders."""
+        if metadata.asks_workers:
             self._report.workers[self._info.rank] = self._info
         if metadata.asks_figures:
             self._told_s = 0.0
@@ -234,7 +234,6 @@ class KVOffloadWorker(OffloadingConnectorWorker):  # type: ignore[misc]  # untyp
             self._spec.io.awaits(metadata.awaited)
         if metadata.returns and self._spec is not None and self._spec.io is not None:
             self._spec.io.expects(metadata.returns)
-        self._submit_stores()
         for job_id, job in metadata.load_jobs.items():
             every, slots = cut(job.dst_spec, self._group_ids, self._layout), job.src_spec.host_slots
             sync = is_synchronous(job)

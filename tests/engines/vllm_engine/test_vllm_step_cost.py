@@ -14,7 +14,7 @@ from vllm.v1.request import RequestStatus
 from benchmarks.vllm_parts.halves import BLOCK
 from kvoffload.connectors.vllm.worker import COUNTERS_PERIOD_S
 
-IDLE_SCHEDULER, IDLE_WORKER, A_TIER = 16, 23, 8
+IDLE_SCHEDULER, IDLE_WORKER, A_TIER = 14, 20, 8
 """Functions a step without anything to do may call, and how many more for a tier."""
 
 
