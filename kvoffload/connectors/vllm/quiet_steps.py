@@ -9,6 +9,8 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from copy import copy
+from itertools import chain, compress, count
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 # ---- Quiet steps ----
@@ -27,6 +29,7 @@ class DueRequests:
     def __init__(self, config: Any) -> None:
         first, *others = config.kv_group_configs
         self._chunk_tokens: int = first.tokens_per_chunk
+        self._group_idx: int = first.group_idx
         self._prompt_only: bool = config.offload_prompt_only
         # Blocks of windows leave between two chunks, and states are handed over by other messages.
         self._visits_all = bool(
@@ -35,13 +38,21 @@ class DueRequests:
         self._full_at: dict[str, int] = {}
         """For each request that may store more: the tokens that fill its next chunk."""
 
-    def of_step(self, output: Any, is_wanted: bool, *, all_blocks: bool) -> Any | None:
+    def blocks_given(self, output: Any) -> Iterable[int]:
+        """Return the blocks that running requests are given in a step, whether they are due or not.
+
+        Args:
+            output: vLLM's ``SchedulerOutput``.
+        """
+        given = filter(None, output.scheduled_cached_reqs.new_block_ids)
+        return chain.from_iterable(map(itemgetter(self._group_idx), given))
+
+    def of_step(self, output: Any, is_wanted: bool) -> Any | None:
         """Return vLLM's output of a step with the due requests alone.
 
         Args:
             output: vLLM's ``SchedulerOutput``.
             is_wanted: False to return None if no request is due, and none came or went.
-            all_blocks: whether blocks given to any request matter, because stores still read them.
         """
         if self._visits_all:
             return output
@@ -49,10 +60,6 @@ class DueRequests:
         if running.resumed_req_ids:
             self.again(running.resumed_req_ids)
         places = self._due(output)
-        blocks = running.new_block_ids
-        if all_blocks:
-            given = {i for i, new in enumerate(blocks) if new is not None}
-            places = sorted(given.union(places))
         if not (
             is_wanted
             or places
@@ -65,7 +72,7 @@ class DueRequests:
         names = [running.req_ids[i] for i in places]
         due, due.scheduled_cached_reqs = copy(output), copy(running)
         due.scheduled_cached_reqs.req_ids = names
-        due.scheduled_cached_reqs.new_block_ids = [blocks[i] for i in places]
+        due.scheduled_cached_reqs.new_block_ids = [running.new_block_ids[i] for i in places]
         visited = (*(new.req_id for new in output.scheduled_new_reqs), *names)
         due.num_scheduled_tokens = {name: output.num_scheduled_tokens[name] for name in visited}
         return due
@@ -75,12 +82,12 @@ class DueRequests:
         if not full_at:
             return []
         running = output.scheduled_cached_reqs
-        rows = zip(running.req_ids, running.new_block_ids, running.num_computed_tokens, strict=True)
+        names, computed = running.req_ids, running.num_computed_tokens
         return [
             i
-            for i, (name, new_blocks, computed) in enumerate(rows)
-            if name in full_at
-            and (new_blocks is not None or computed + tokens[name] >= full_at[name])
+            for i in compress(count(), map(full_at.__contains__, names))
+            if running.new_block_ids[i] is not None
+            or computed[i] + tokens[names[i]] >= full_at[names[i]]
         ]
 
     def visited(self, output: Any, statuses: Mapping[str, Any]) -> None:

@@ -360,9 +360,10 @@ class KVOffloadScheduler(OffloadingConnectorScheduler):  # type: ignore[misc]  #
         waiting = manager.waiting
         if waiting.requests or waiting.claims.leaving or manager.coming.times:
             self.adapter.serve_queue()
-        # The last stores of ended requests are made below, and read blocks that may be given out.
-        has_readers = self._block_id_to_pending_jobs or scheduler_output.finished_req_ids
-        due = self._due.of_step(scheduler_output, has_orders(self), all_blocks=bool(has_readers))
+        if self._block_id_to_pending_jobs or scheduler_output.finished_req_ids:
+            # Stores read blocks of ended requests, of which the last ones are made below.
+            self._current_batch_allocated_block_ids.update(self._due.blocks_given(scheduler_output))
+        due = self._due.of_step(scheduler_output, has_orders(self))
         if due is None:
             return IDLE_STEP
         withheld_stores.forget_old_tables(self, scheduler_output)

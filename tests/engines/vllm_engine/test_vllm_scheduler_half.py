@@ -383,18 +383,20 @@ def test_blocks_given_out_as_a_request_ends_matter(met, monkeypatch, finished, m
     half, _ = met(cpu_bytes=16384)
     asked = []
 
-    def of_step(output, is_wanted, *, all_blocks):
-        asked.append(all_blocks)
+    def of_step(output, is_wanted):
+        asked.append((half._current_batch_allocated_block_ids, is_wanted))
 
     monkeypatch.setattr(half._due, "of_step", of_step)
+    running = types.SimpleNamespace(new_block_ids=[None, ([7, 8],), ([9],)])
     output = types.SimpleNamespace(
         total_num_scheduled_tokens=0,
         num_scheduled_tokens={},
+        scheduled_cached_reqs=running,
         finished_req_ids=finished,
         preempted_req_ids=None,
     )
     half.build_connector_meta(output)
-    assert asked == [matter]
+    assert asked == [({7, 8, 9} if matter else set(), matter)]
 
 
 def test_requests_that_came_before_the_workers_are_queued_once_there_is_a_manager():
