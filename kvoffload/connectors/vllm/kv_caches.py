@@ -204,7 +204,8 @@ class StoreBatch:
             # A list: a generator is entered again for each chunk, on the engine's thread.
             ok = tuple([is_whole and next(answers) for is_whole in whole])
             reason = result.reason or ("" if all(whole) else PARTIAL_CHUNK)
-            yield replace(result, job_id=job_id, ok=ok, reason=reason, transfer_bytes=num_bytes)
+            end = result.settled, num_bytes, result.transfer_time_s, reason
+            yield TransferResult(job_id, ok, *end)
 
 
 # ---- Write-through of ranks with the same bytes ----

@@ -134,20 +134,22 @@ class ManagerAdapter(VllmManager):  # type: ignore[misc]  # untyped base
 
     def lookup(self, key: OffloadKey, req_context: VllmContext) -> LookupResult:
         """See vLLM; RETRY never lasts beyond the lookup deadline of the tiers."""
-        if notes_of(req_context).is_kept_out:
+        notes = notes_of(req_context)
+        if notes.is_kept_out:
             return LookupResult.MISS
         if not self._num_slots:
             return LookupResult.RETRY
-        return _ANSWERS[self.manager.lookup(key, notes_of(req_context).context)]
+        return _ANSWERS[self.manager.lookup(key, notes.context)]
 
     def lookup_prefix(
         self, keys: Sequence[OffloadKey], req_context: VllmContext
     ) -> tuple[int, bool]:
-        if notes_of(req_context).is_kept_out:
+        notes = notes_of(req_context)
+        if notes.is_kept_out:
             return 0, False
         if not self._num_slots:
             return 0, bool(keys)
-        return self.manager.lookup_prefix(keys, notes_of(req_context).context)
+        return self.manager.lookup_prefix(keys, notes.context)
 
     def computed(self, num_tokens: int, seconds: float) -> None:
         """Note how long the engine took to compute tokens of prompts."""
@@ -181,8 +183,9 @@ class ManagerAdapter(VllmManager):  # type: ignore[misc]  # untyped base
         was_preempted: bool = False,
     ) -> None:
         """Keep what a request that waits will load; see :meth:`Manager.request_queued`."""
-        if not notes_of(req_context).is_kept_out:
-            self.manager.request_queued(list_keys, notes_of(req_context).context, was_preempted)
+        notes = notes_of(req_context)
+        if not notes.is_kept_out:
+            self.manager.request_queued(list_keys, notes.context, was_preempted)
 
     def serve_queue(self) -> None:
         """Go on with what queued requests need; call it once a step."""
@@ -196,8 +199,8 @@ class ManagerAdapter(VllmManager):  # type: ignore[misc]  # untyped base
     ) -> CPULoadStoreSpec:
         """See vLLM; the spec may cover only the leading keys."""
         wanted = list(keys)
-        self._count_use(wanted, req_context, wanted)
-        job = self.manager.begin_load(wanted, notes_of(req_context).context)
+        notes = self._count_use(wanted, req_context, wanted)
+        job = self.manager.begin_load(wanted, notes.context)
         self.changes += 1
         self._media = dict(zip(job.keys, job.media(), strict=True))
         self._jobs[job.id] = job
@@ -210,8 +213,8 @@ class ManagerAdapter(VllmManager):  # type: ignore[misc]  # untyped base
             return VllmStoreOutput([], CPULoadStoreSpec(()), [])  # None would be offered again
         wanted, output = list(keys), None
         if self._num_slots:  # else all are offered again, and none counts as lost
-            self._count_use(wanted, req_context)
-            output = self.manager.prepare_store(wanted, notes_of(req_context).context)
+            notes = self._count_use(wanted, req_context)
+            output = self.manager.prepare_store(wanted, notes.context)
         if output is None:  # vLLM would log a line a request and step
             self.unplaced[req_context.req_id] = tuple(wanted)
             return VllmStoreOutput([], CPULoadStoreSpec(()), [])
@@ -231,10 +234,12 @@ class ManagerAdapter(VllmManager):  # type: ignore[misc]  # untyped base
         named: Sequence[OffloadKey],
         req_context: VllmContext,
         loaded: Sequence[OffloadKey] = (),
-    ) -> None:
+    ) -> RequestNotes:
         """Count a request before room is made for what its first load or store names."""
-        self._uses.count(notes_of(req_context).context, lambda: self._in_order(loaded, req_context))
-        notes_of(req_context).keys.update(dict.fromkeys(named))
+        notes = notes_of(req_context)
+        self._uses.count(notes.context, lambda: self._in_order(loaded, req_context))
+        notes.keys.update(dict.fromkeys(named))
+        return notes
 
     def _in_order(self, named: Iterable[OffloadKey], req_context: VllmContext) -> list[OffloadKey]:
         """Return these chunks of a request and those of full attention, from head to tail."""
