@@ -3,6 +3,7 @@
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import filterfalse
 
 from kvoffload.messages import OffloadKey
 from kvoffload.offload.host_cache import HostCache
@@ -47,7 +48,8 @@ class Retirement:
         places = [place for place in self._places() if not place.keys().isdisjoint(keys)]
         if not places:
             return
-        late = {key: i for i, key in enumerate(keys) if any(key in place for place in places)}
+        in_flight = {key for place in places for key in filter(place.__contains__, keys)}
+        late = {key: i for i, key in enumerate(keys) if key in in_flight}
         ended = _Ended(keys[: max(late.values()) + 1], len(late))
         before = [self._in_flight[key] for key in late if key in self._in_flight]
         self._in_flight.update(dict.fromkeys(late, ended))
@@ -90,8 +92,9 @@ class Retirement:
         return [host.incoming, host.fetching, host.pinned, *self._write_through.waiting()]
 
     def _not_in_flight(self, keys: Iterable[OffloadKey]) -> list[OffloadKey]:
-        places = self._places()
-        return [key for key in keys if not any(key in place for place in places)]
+        for place in self._places():
+            keys = filterfalse(place.__contains__, keys)
+        return list(keys)
 
     def clear(self) -> None:
         """Forget all ended requests."""
