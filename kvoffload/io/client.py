@@ -116,6 +116,8 @@ class IOClient:
         self._is_opening = self._is_starting = True
         """Whether stores are yet to open; whether one's constructor may keep the server silent."""
         self._needs_server = needs_server
+        self._without: set[str] = set()
+        """Tiers that the start goes on without: no setting is to blame that they are not open."""
         self._is_started = not needs_server
         """Whether the stores were open once: then a server that dies is started again."""
         self._peer: Peer | None = None
@@ -346,11 +348,13 @@ class IOClient:
         if not self._are_stores_open:
             what = "ended before it had opened" if is_settled else f"took {timeout_s:g} s to open"
             raise ConfigError("io", self.server, f"{what} the tiers; its log says more")
-        self._is_started = True
+        self._is_started, self._without = True, set()
 
     @property
     def _are_stores_open(self) -> bool:
-        return not self._is_opening and all(tier.is_met for tier in self.tiers.values())
+        if self._is_opening and not self._without:
+            return False
+        return all(tier.is_met or name in self._without for name, tier in self.tiers.items())
 
     @property
     def _is_settled(self) -> bool:
@@ -471,10 +475,16 @@ class IOClient:
             for tier in self.tiers.values():
                 if not tier.is_open:
                     tier.refused()
-            # Last, as above.
-            self._refusal = ConfigError(message.field, message.value, message.remedy)
+            refusal = ConfigError(message.field, message.value, message.remedy)
             if self._is_started:
-                log.error("a tier cannot be opened again yet: %s", self._refusal)
+                log.error("a tier cannot be opened again yet: %s", refusal)
+            elif message.tier:
+                log.error("the engine starts without the tier %s: %s", message.tier, refusal)
+            # Last, as above.
+            if message.tier and not self._is_started:
+                self._without.add(message.tier)
+            else:
+                self._refusal = refusal
         self._tell_waiting()
 
     def _ask(self) -> None:

@@ -1,6 +1,7 @@
 """The open stores of an I/O server."""
 
 import asyncio
+import errno
 import logging
 import threading
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
@@ -35,6 +36,7 @@ CLOSE_S = 5.0
 """How long closing stores may take."""
 TRY_AGAIN_S, LONGEST_S = 0.5, 30.0
 """Time before a store that could not be opened is tried again; it doubles up to the second."""
+_OF_DEVICE = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
 KEYS_PER_MESSAGE = 1024
 """Keys in one message to the engine's process, which decodes it in one go."""
 
@@ -216,6 +218,15 @@ async def until_open(open: Callable[[], Awaitable[_A]], refused: Callable[[Excep
             refused(error)
         await asyncio.sleep(pause_s)
         pause_s = min(LONGEST_S, 2 * pause_s)
+
+
+def is_of_device(error: BaseException | None) -> bool:
+    """Return whether a device has caused an error, which is full or fails: no setting is wrong."""
+    while error is not None:
+        if isinstance(error, OSError):
+            return error.errno in _OF_DEVICE
+        error = error.__cause__
+    return False
 
 
 async def open_tier(tier: TierSettings, namespace: str) -> Backend:

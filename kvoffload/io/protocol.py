@@ -233,6 +233,8 @@ class Refused(_Message):
     field: str
     value: Any
     remedy: str
+    tier: str = ""
+    """The tier that a start goes on without, as no setting is wrong: its device is full, say."""
 
 
 class Arrived(_Message):

@@ -32,6 +32,7 @@ from kvoffload.io.open_stores import (
     close_stores,
     closings,
     greet,
+    is_of_device,
     open_store,
     purge,
     text_of,
@@ -310,7 +311,8 @@ class Session:
 
         def refused(error: Exception) -> None:
             if isinstance(error, ConfigError):
-                self.send(Refused(wanted.number, error.field, error.value, error.remedy))
+                parts = error.field, error.value, error.remedy
+                self.send(Refused(wanted.number, *parts, name if is_of_device(error) else ""))
             else:  # no thread is left, say: no setting is to blame
                 log.error("%s cannot be opened yet", name, exc_info=error)
             tried.set()

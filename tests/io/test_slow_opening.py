@@ -12,11 +12,13 @@ import pytest
 from kvoffload import registry
 from kvoffload.backends.disk import backend as disk_backend
 from kvoffload.backends.disk import store as disk_store
+from kvoffload.errors import ConfigError
 from kvoffload.io import client as io_client
 from kvoffload.io import deadlines
 from kvoffload.io import server as io_server
 from kvoffload.io.protocol import Store
 from kvoffload.testing.backends import keys_of
+from tests.support.small_disk import small_disk
 
 KEYS = keys_of(4)
 MEMORY = ("memory", "memory", {})
@@ -240,3 +242,52 @@ def test_a_store_whose_call_hangs_at_the_end_is_closed_once_it_returns(
     assert os.listdir(tmp_path / ".writers") == []
     until(lambda: client._peer.wait(0))
     assert "exception" not in caplog.text
+
+
+@pytest.fixture
+def full_disk(tmp_path):
+    """Return a tier on a disk of its own, and what fills the disk."""
+    where = tmp_path / "disk"
+    where.mkdir()
+    with small_disk(where, "size=4m,mode=0700") as is_small:
+        if not is_small:
+            pytest.skip("needs root")
+        options = {"root": str(where / "kv"), "capacity": "1MiB", "min_free": 0}
+
+        def fill():
+            with contextlib.suppress(OSError), (where / "filler").open("wb", 0) as filler:
+                while filler.write(bytes(4096)):
+                    pass
+            return where / "filler"
+
+        yield ("disk", "disk", options), fill
+
+
+def test_an_engine_starts_without_a_full_disk_and_has_it_once_there_is_room(
+    process_rig, full_disk, until, caplog
+):
+    tier, fill = full_disk
+    client = process_rig.open(tier)
+    process_rig.store(client, "disk", KEYS, until)
+    client.close(10.0)
+    filler = fill()
+    client = process_rig.open(tier, MEMORY)
+    assert "the engine starts without the tier disk: " in caplog.text
+    assert "No space left on device; make space on it" in caplog.text
+    process_rig.store(client, "memory", KEYS, until)
+    assert client.tiers["disk"].holds(KEYS[0]) is False
+    refused = process_rig.load(client, "disk", KEYS)
+    assert until(lambda: refused.answers) == [([False] * 4, "no_store", True)]
+    filler.unlink()
+    until(lambda: client.tiers["disk"].holds(KEYS[0]))
+    found = process_rig.load(client, "disk", KEYS)
+    assert until(lambda: found.answers) == [([True] * 4, "", True)]
+
+
+def test_a_full_disk_hides_no_wrong_setting(process_rig, full_disk, tmp_path):
+    tier, fill = full_disk
+    fill()
+    (tmp_path / "file").touch()
+    wrong = {"root": str(tmp_path / "file"), "capacity": "1MiB"}
+    with pytest.raises(ConfigError, match="is not a folder"):
+        process_rig.open(tier, ("disk1", "disk", wrong))

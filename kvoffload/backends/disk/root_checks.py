@@ -242,6 +242,28 @@ def denied(vfs: Vfs, path: str) -> ConfigError | None:
         return ConfigError("root", path, _foreign(owner))
 
 
+def unusable(vfs: Vfs, root: str, error: OSError) -> ConfigError:
+    """Return the error for a root that cannot be opened."""
+    refusal = denied(vfs, root) if error.errno in (errno.EACCES, errno.EPERM) else None
+    remedy = f"cannot be used: {error.strerror}; {remedy_of(error)}"
+    return refusal or ConfigError("root", root, remedy)
+
+
+def remedy_of(error: OSError) -> str:
+    """Return what an operator can do about an error of the mount."""
+    return {
+        errno.EROFS: "mount it for writing",
+        errno.ENOSPC: "make space on it, a few KiB at least",
+        errno.EDQUOT: "raise this user's quota there",
+        errno.ESTALE: "mount it again",
+        errno.ENOTCONN: "mount it again",
+        errno.EIO: "see whether its device or server is well, then mount it again",
+        errno.EISDIR: "remove it",
+        errno.ELOOP: "remove it",
+        errno.ENXIO: "remove it",
+    }.get(error.errno or 0, "see whether it is mounted, and for this user to write")
+
+
 def _foreign(owner: int) -> str:
     try:
         name = pwd.getpwuid(owner).pw_name

@@ -32,13 +32,13 @@ from kvoffload.backends.disk.index import Index, Name, name_of, split_name
 from kvoffload.backends.disk.options import DiskOptions
 from kvoffload.backends.disk.quarantine import Quarantine
 from kvoffload.backends.disk.root import RootHandle
+from kvoffload.backends.disk.root_checks import unusable
 from kvoffload.backends.disk.segments import Segments
 from kvoffload.backends.disk.slots import MOST_RUN_BYTES, SlotDraft, Slots, runs_of
 from kvoffload.backends.disk.space import Reservation, Room, Space
 from kvoffload.backends.disk.vfs import Vfs
 from kvoffload.backends.header import NOT_DAMAGED, is_key, namespace_digest
 from kvoffload.backends.log_rate import Throttle
-from kvoffload.errors import ConfigError
 from kvoffload.policies.tenant_order import TenantShares
 from kvoffload.registry import load_policy
 
@@ -71,9 +71,7 @@ class DiskStore(Counts):
         try:
             self.root = RootHandle(vfs, self.path, self.namespaces[0], options, self.count)
         except OSError as error:
-            name = errno.errorcode.get(error.errno or 0, "error")
-            remedy = f"must be a folder this process can write ({name}: {error.strerror})"
-            raise ConfigError("root", self.path, remedy) from error
+            raise unusable(vfs, self.path, error) from error
         try:
             scratch = self.root.temporary(counted=False)
             self.io_mode, self.io_reason = choose_io(vfs, self.path, scratch, options.io)

@@ -30,11 +30,12 @@ from kvoffload.backends.disk.root_checks import (
     refuse_exposed,
     refuse_unsafe,
     refuse_unsafe_inside,
+    remedy_of,
 )
 from kvoffload.backends.disk.vfs import Vfs
 from kvoffload.backends.folder.inspection import FolderInspector
 from kvoffload.backends.folder.options import FolderOptions
-from kvoffload.backends.folder.shared_root import check_content, remedy_of
+from kvoffload.backends.folder.shared_root import check_content
 from kvoffload.backends.folder.upkeep import LEASE_S
 from kvoffload.config import human_bytes
 from kvoffload.errors import ConfigError

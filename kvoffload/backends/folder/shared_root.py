@@ -8,10 +8,10 @@ import secrets
 from kvoffload.backends.disk import paths as disk_paths
 from kvoffload.backends.disk.paths import SCRATCH, is_namespace
 from kvoffload.backends.disk.root_checks import (
-    denied,
     refuse_exposed,
     refuse_foreign,
     refuse_unsafe,
+    unusable,
 )
 from kvoffload.backends.disk.vfs import Vfs
 from kvoffload.backends.folder.places import HOSTS, LEASE, LEFTOVERS, STORE
@@ -60,9 +60,7 @@ class Root:
             """The mark of the root."""
             vfs.make_folder(f"{path}/{HOSTS}")
         except OSError as error:
-            refusal = denied(vfs, path) if error.errno in (errno.EACCES, errno.EPERM) else None
-            remedy = f"cannot be used: {error.strerror}; {remedy_of(error)}"
-            raise refusal or ConfigError("root", path, remedy) from error
+            raise unusable(vfs, path, error) from error
 
     def look_again(self) -> bool:
         """Return whether this is another store than before; raise OSError if it is not there.
@@ -98,18 +96,3 @@ def check_content(vfs: Vfs, path: str) -> bool:
     foreign = [n for n in names if n not in ours and not n.startswith((*LEFTOVERS, SCRATCH))]
     refuse_foreign(path, (name for name in foreign if not is_namespace(name)))
     return False
-
-
-def remedy_of(error: OSError) -> str:
-    """Return what an operator can do about an error of the mount."""
-    return {
-        errno.EROFS: "mount it for writing",
-        errno.ENOSPC: "make space on it, a few KiB at least",
-        errno.EDQUOT: "raise this user's quota there",
-        errno.ESTALE: "mount it again",
-        errno.ENOTCONN: "mount it again",
-        errno.EIO: "see whether its server is well, then mount it again",
-        errno.EISDIR: "remove it",
-        errno.ELOOP: "remove it",
-        errno.ENXIO: "remove it",
-    }.get(error.errno or 0, "see whether it is mounted, and for this user to write")

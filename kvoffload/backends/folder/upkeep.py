@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable
 
+from kvoffload.backends.disk.root_checks import remedy_of
 from kvoffload.backends.disk.vfs import Vfs
 from kvoffload.backends.folder import clock
 from kvoffload.backends.folder.evictor import DEAD_S, Evictor
@@ -19,7 +20,7 @@ from kvoffload.backends.folder.known import KnownChunks
 from kvoffload.backends.folder.places import LEASE
 from kvoffload.backends.folder.records import HostRecord, LeaseRecord, Records, is_out_of_space
 from kvoffload.backends.folder.room import Room
-from kvoffload.backends.folder.shared_root import Root, remedy_of
+from kvoffload.backends.folder.shared_root import Root
 from kvoffload.backends.log_rate import Throttle
 
 log = logging.getLogger(__name__)

@@ -10,9 +10,9 @@ import pytest
 from disk_parts import ON_DISK, until
 from folder_parts import open_folder, path_of, store, store_at_last, stored_bytes
 
+from kvoffload.backends.disk.root_checks import remedy_of
 from kvoffload.backends.folder import clock, evictor, upkeep
 from kvoffload.backends.folder.places import HOSTS, LEASE, record_of
-from kvoffload.backends.folder.shared_root import remedy_of
 from kvoffload.testing.backends import keys_of
 from tests.support.vfs import FailingVfs, StuckVfs
 
@@ -138,7 +138,7 @@ async def test_a_failure_that_lasts_is_said_once_with_its_remedy(tmp_path, caplo
     assert await until(lambda: backend.counters().get("housekeeping_failed", 0) > 5)
     told = [each.getMessage() for each in caplog.records]
     assert len(told) == 1
-    assert told[0].endswith("; see whether its server is well, then mount it again")
+    assert told[0].endswith("; see whether its device or server is well, then mount it again")
 
 
 async def test_a_process_that_comes_back_costs_no_chunk(tmp_path):
