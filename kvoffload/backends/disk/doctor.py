@@ -30,6 +30,7 @@ from kvoffload.backends.disk.root_checks import (
     refuse_exposed,
     refuse_unsafe,
     refuse_unsafe_inside,
+    remedy_of,
 )
 from kvoffload.backends.disk.vfs import Vfs
 from kvoffload.backends.key_files import without
@@ -69,6 +70,7 @@ async def diagnose(root: str, settings: Mapping[str, Any]) -> list[Finding]:
         findings, free_bytes = await answered(root, *found)
         if free_bytes >= _SCRATCH_BYTES:
             return findings + await answered(root, _measured, root, settings)
+        findings += await answered(root, _usable, root)
     except TimeoutError as error:
         return [*findings, hung(error)]
     remedy = f"measuring needs {human_bytes(_SCRATCH_BYTES)} above min_free"
@@ -253,9 +255,24 @@ def _sharing(root: str, *, used: bool) -> Finding:
         return Finding("sharing", "ok", detail)
 
 
+def _usable(root: str) -> list[Finding]:
+    """Check whether a folder can be made in a root, as each engine that opens it makes one."""
+    scratch = _scratch(root)
+    try:
+        os.mkdir(scratch, 0o700)
+        os.rmdir(scratch)
+    except OSError as error:
+        return [Finding("usable", "failed", str(error), remedy_of(error))]
+    return []
+
+
+def _scratch(root: str) -> str:
+    return f"{root}/{SCRATCH}{os.getpid()}-{secrets.token_hex(4)}"
+
+
 def _measured(root: str, given: Mapping[str, Any]) -> list[Finding]:
     """Measure I/O mode, form of small chunks and speed of a store in a sub-folder."""
-    scratch = f"{root}/{SCRATCH}{os.getpid()}-{secrets.token_hex(4)}"
+    scratch = _scratch(root)
     try:
         return asyncio.run(_measured_in(scratch, root, given))
     except ConfigError as error:

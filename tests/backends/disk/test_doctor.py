@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import subprocess
 import threading
 import time
 import zlib
@@ -21,6 +22,7 @@ from kvoffload.backends.memory import MemoryBackend, MemoryOptions
 from kvoffload.errors import ConfigError
 from kvoffload.testing.backends import filled, keys_of
 from tests.support.older_engine import older_engine
+from tests.support.small_disk import small_disk
 
 MIB = 1 << 20
 
@@ -215,6 +217,20 @@ async def test_doctor_measures_speed_if_there_is_room(
     finding = (await found(tmp_path, capacity=capacity, min_free=0))["throughput"]
     assert finding.verdict == throughput
     assert ("64.0 MiB above min_free" in finding.remedy) == (throughput != "measured")
+
+
+def test_a_root_that_cannot_be_written_fails_also_where_nothing_is_measured(tmp_path):
+    with small_disk(tmp_path, "size=4m,mode=0700") as is_small:
+        if not is_small:
+            pytest.skip("needs root")
+        assert "usable" not in asyncio.run(found(tmp_path))
+        assert list(tmp_path.iterdir()) == []
+        subprocess.run(["mount", "-o", "remount,ro", str(tmp_path)], check=True)
+        findings = asyncio.run(found(tmp_path))
+        assert findings["throughput"].detail == "not measured: no room"
+        assert findings["usable"].verdict == "failed"
+        assert findings["usable"].detail.startswith("[Errno 30] Read-only file system")
+        assert findings["usable"].remedy == "mount it for writing"
 
 
 # ---- sharing and limits --------------------------------------------------------------------------
