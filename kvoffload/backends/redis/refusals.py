@@ -5,6 +5,7 @@ import threading
 import time
 from collections.abc import Callable
 
+from kvoffload.backends.log_rate import Throttle
 from kvoffload.backends.redis.handshake import IN_STEP
 from kvoffload.backends.redis.resp import ServerError
 from kvoffload.backends.redis.server_request import Request
@@ -13,6 +14,13 @@ log = logging.getLogger(__name__)
 
 _FORBIDDEN_S = 30.0
 _FULL_S = 1.0
+_SAY_AGAIN_S = 600.0
+_REMEDIES = {
+    "OOM": "set maxmemory-policy to allkeys-lru, or volatile-lru if shared; or give more maxmemory",
+    "MISCONF": "turn persistence off (CONFIG SET save ''), or mend what the server's log names",
+    "NOREPLICAS": "mend its replicas, or lower min-replicas-to-write",
+}
+"""Error code → what makes a server take stores again that refuses all of them."""
 
 
 class Refusals:
@@ -23,6 +31,7 @@ class Refusals:
         self._noting = threading.Lock()
         self._full_until = 0.0
         self._missing_rights: set[str] = set()
+        self._refused = Throttle(log, _SAY_AGAIN_S)
 
     @property
     def is_full(self) -> bool:
@@ -39,8 +48,9 @@ class Refusals:
             self._warn_missing_right(error, request.right, server)
             if request.kind == "lookup":
                 return False  # loads and stores work without this right
-        if error.code in ("OOM", "MISCONF", "NOREPLICAS"):
+        if remedy := _REMEDIES.get(error.code):
             self._full_until = time.monotonic() + _FULL_S
+            self._refused.warning("redis at %s: no stores: %s; %s", server, error.text, remedy)
         return error.code not in IN_STEP
 
     def _warn_missing_right(self, error: ServerError, right: str, server: str) -> None:

@@ -118,11 +118,10 @@ async def test_loading_its_snapshot_it_is_not_used_before_it_is_done(tmp_path):
         server.stop()
 
 
-async def test_full_it_refuses_stores_and_still_serves_loads(server):
+async def test_full_it_refuses_stores_and_says_so_once_and_still_serves_loads(server, caplog):
     async with RedisEngine(server.url, **PATIENT) as engine:
         await engine.back()
-        used = server.cli("info", "memory").split("used_memory:")[1].split()[0]
-        server.cli("config", "set", "maxmemory", used)
+        server.cli("config", "set", "maxmemory", "1")
         more = keys_of(8, "more")
         assert await engine.store(more) == [False] * 8
         assert await engine.hits()
@@ -136,6 +135,9 @@ async def test_full_it_refuses_stores_and_still_serves_loads(server):
             return all(await engine.store(more))
 
         await until(stored)
+    told = [line for line in caplog.messages if "no stores: OOM" in line]
+    assert len(told) == 1
+    assert "; set maxmemory-policy to allkeys-lru" in told[0]
 
 
 async def test_made_a_replica_it_is_left_alone_until_it_is_a_master_again(server, tmp_path):
