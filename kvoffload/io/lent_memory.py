@@ -110,11 +110,16 @@ def _mapped(fd: int) -> tuple[memoryview, int]:
     if address == ctypes.c_void_p(-1).value:
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
     mapping = (ctypes.c_char * size).from_address(address)
-    unmap = partial(_libc.munmap, ctypes.c_void_p(address), ctypes.c_size_t(size))
-    weakref.finalize(mapping, unmap).atexit = False  # a thread may copy until the process ends
+    unmap = weakref.finalize(mapping, _unmap, os.getpid(), address, size)
+    unmap.atexit = False  # a thread may copy until the process ends
     for advice in (*ADVICE, NO_FORK):
         advise(address, size, advice)
     return memoryview(mapping).toreadonly().cast("B"), address
+
+
+def _unmap(pid: int, address: int, size: int) -> None:
+    if os.getpid() == pid:  # a forked child has other memory there: see NO_FORK
+        _libc.munmap(ctypes.c_void_p(address), ctypes.c_size_t(size))
 
 
 def advise(address: int, length: int, advice: int) -> bool:

@@ -8,6 +8,8 @@ import resource
 import signal
 import socket
 import struct
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
@@ -375,6 +377,29 @@ def test_memory_that_an_engine_has_left_leaves_no_object_behind(until):
         assert len(gc.get_objects()) < before + 20
     finally:
         gc.enable()
+
+
+FORKING = """
+import mmap, os, socket, threading
+from kvoffload.io.lent_memory import LentMemory
+
+size, fd = 64 << 20, os.memfd_create("lent")
+os.ftruncate(fd, size)
+lent = LentMemory(fd, socket.socketpair()[0])
+while threading.active_count() > 1:
+    pass
+if child := os.fork():
+    assert os.waitpid(child, 0)[1] == 0
+else:
+    own = mmap.mmap(-1, size)  # where the lent memory would be
+    del lent
+    own[:] = b"1" * size
+    os._exit(0)
+"""
+
+
+def test_a_forked_child_that_drops_the_memory_keeps_its_own():
+    subprocess.run([sys.executable, "-W", "ignore", "-c", FORKING], check=True, timeout=60)
 
 
 def test_an_engine_of_another_version_gets_no_memory(server):
