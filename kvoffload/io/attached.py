@@ -9,6 +9,7 @@ import socket
 from kvoffload.control import check_user
 from kvoffload.io.greeting import greet
 from kvoffload.io.lent_memory import LentMemory
+from kvoffload.io.link import own_end
 
 log = logging.getLogger(__name__)
 
@@ -29,9 +30,9 @@ class AttachedServer:
 
     def __init__(self, path: str, slab_fd: int) -> None:
         self._path = path
-        self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self.sock = own_end(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
         try:
-            self._pair, theirs = socket.socketpair()
+            self._pair, theirs = map(own_end, socket.socketpair())
         except BaseException:
             self.sock.close()
             raise
@@ -72,7 +73,7 @@ class AttachedServer:
             return None
         try:
             try:
-                pair = self._pair.dup()
+                pair = own_end(self._pair.dup())
             except BaseException:
                 os.close(fd)  # it keeps all of the memory
                 raise

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from kvoffload.io.lent_memory import LentMemory
+from kvoffload.io.link import own_end
 from kvoffload.io.server import Session, run_server
 
 log = logging.getLogger(__name__)
@@ -51,7 +52,7 @@ class ServerThread(Peer):
     """
 
     def __init__(self, memory: memoryview) -> None:
-        self.sock, self._other = socket.socketpair()
+        self.sock, self._other = map(own_end, socket.socketpair())
         self._memory = memory
         self.session: Session
         """Set when the server runs; its loop is the thread's."""
@@ -97,7 +98,7 @@ class ServerProcess(Peer):
     """
 
     def __init__(self, slab_fd: int) -> None:
-        self.sock, other = socket.socketpair()
+        self.sock, other = map(own_end, socket.socketpair())
         inherited = (other.fileno(), slab_fd)
         level = logging.getLogger("kvoffload").getEffectiveLevel()
         arguments = [*inherited, os.getpid(), level]

@@ -5,9 +5,28 @@ import os
 import select
 import socket
 import threading
+from weakref import WeakSet
 
 _READ_BYTES = 1 << 16
 CLOGGED_BYTES = 1 << 20
+_own_ends: "WeakSet[socket.socket]" = WeakSet()
+
+
+def own_end(sock: socket.socket) -> socket.socket:
+    """Return a socket that forked children close.
+
+    While one has it open, the other end does not learn that this process has closed it, or ended.
+    """
+    _own_ends.add(sock)
+    return sock
+
+
+def _close_inherited() -> None:
+    for sock in list(_own_ends):
+        sock.close()
+
+
+os.register_at_fork(after_in_child=_close_inherited)
 
 
 class Link:

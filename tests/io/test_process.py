@@ -267,7 +267,8 @@ from tests.support.io_rig import opening
 import os
 fd = create_shared_memory(1 << 20)
 client = IOClient(lambda: ServerProcess(fd), opening([("memory", "memory", {})]), 5.0, 5.0)
-if os.fork() == 0:  # a child that inherits the engine's end of the socket
+os.dup(client._link._sock.fileno())  # a child that C code forks closes no end of the socket
+if os.fork() == 0:
     time.sleep(60)
 print(client._peer.pid, flush=True)
 time.sleep(60)

@@ -57,7 +57,9 @@ while True:
         client.begin(Load(0, "serve", keys, [*range(16)], SIZE, [], may_borrow), job)
         reach("asked")
         job.free.wait()
-        if job.loans and point == "held":
+        if job.loans and point in ("held", "forked"):
+            if point == "forked" and os.fork() == 0:
+                signal.pause()
             print("held", flush=True)
             signal.sigwait([signal.SIGUSR1])
         places = {i: slab.slot(i, SIZE) for i in range(16)}
@@ -79,7 +81,8 @@ while True:
 """
 """Stores and loads chunks for ever, and says so if one is wrong.
 
-It reads most of them in the server's memory. It is killed at a point, if one is named.
+It reads most of them in the server's memory. It is killed at a point, if one is named, or waits
+there: for SIGUSR1, at ``forked`` with a child that lives on.
 """
 CLIENT_POINTS = ("borrowed", "asked", "lent", "half", "ended", "left")
 SIZE = 16 << 10

@@ -13,6 +13,7 @@ import sys
 import threading
 from pathlib import Path
 
+import psutil
 import pytest
 from cuda_stand_in import install
 
@@ -542,6 +543,19 @@ def test_an_engine_that_is_stopped_with_loans_delays_no_other(server, attach, un
     client.await_loan()
     os.kill(client.process.pid, signal.SIGSTOP)
     check_stopped_borrower(client, attach(server.path), until)
+
+
+def test_an_engine_that_is_killed_has_left_though_a_child_of_it_lives(server, attach, until):
+    client, engine = ClientProcess(server.path, 1, "forked"), attach(server.path)
+    client.await_loan()
+    until(lambda: (server.slabs, lent_bytes(engine) > 0) == (2, True))
+    (child,) = psutil.Process(client.process.pid).children()
+    client.process.kill()
+    try:
+        until(lambda: (server.slabs, lent_bytes(engine)) == (1, 0))
+    finally:
+        child.kill()
+        client.kill()
 
 
 @pytest.mark.parametrize("kills", [6, pytest.param(300, marks=pytest.mark.chaos)])
