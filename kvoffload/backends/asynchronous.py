@@ -126,7 +126,10 @@ class AsyncChunkBackend(CountedBackend, ABC):
 
     async def __release_late(self, hung: set[asyncio.Task[None]]) -> None:
         await asyncio.wait(hung)
-        await self.release()
+        try:
+            await self.release()
+        except Exception as error:
+            log.warning("%r: closing failed: %r", self, error)
 
     # ---- how the coroutines run ------------------------------------------------------------
 
