@@ -154,10 +154,13 @@ def check_role(transfer: Any) -> None:
         )
 
 
-def check_faults(parallel: Any) -> None:
-    """Refuse an engine that goes on after a step that failed on another rank.
+def check_parallel(parallel: Any) -> None:
+    """Refuse engines whose ranks cannot agree on what is stored and loaded.
 
-    vLLM has the KV cache of that step in its prefix cache, and tells no connector.
+    After a step that failed on another rank, vLLM can go on. It has the KV cache of that step in
+    its prefix cache, and tells no connector.
+
+    An external launcher gives each rank a scheduler of its own, which hears its own rank alone.
 
     Args:
         parallel: vLLM's ``ParallelConfig``.
@@ -171,6 +174,14 @@ def check_faults(parallel: Any) -> None:
             True,
             "vLLM would go on with the KV cache of a step that failed, and tiers would keep it; "
             "leave --enable-fault-tolerance out, or take this connector out",
+        )
+    backend = parallel.distributed_executor_backend
+    if backend == "external_launcher" and parallel.world_size > 1:
+        raise ConfigError(
+            "distributed_executor_backend",
+            backend,
+            "each of the processes would wait for the workers of all others; set it to mp, or take "
+            "this connector out",
         )
 
 

@@ -37,6 +37,7 @@ from kvoffload.connectors.vllm.fingerprint import hash_root
 from kvoffload.connectors.vllm.kv_caches import check_groups, check_prefixes
 from kvoffload.connectors.vllm.start import (
     check_layout,
+    check_parallel,
     check_version,
     is_tested,
     read_settings,
@@ -271,6 +272,17 @@ def test_an_engine_that_goes_on_after_a_failed_step_is_refused_with_the_remedy(m
     remedy = "leave --enable-fault-tolerance out"
     for role in KVConnectorRole:
         with pytest.raises(ConfigError, match=f"enable_fault_tolerance = True: .*{remedy}"):
+            KVOffloadConnector(config, role, _caches(FullAttentionSpec(**HEADS)))
+
+
+def test_an_engine_with_a_scheduler_for_each_rank_is_refused_with_the_remedy(models):
+    config = config_of(models("llama"))
+    parallel = config.parallel_config
+    parallel.distributed_executor_backend = "external_launcher"
+    check_parallel(parallel)
+    parallel.tensor_parallel_size = parallel.world_size = 2
+    for role in KVConnectorRole:
+        with pytest.raises(ConfigError, match=r"'external_launcher': .*set it to mp"):
             KVOffloadConnector(config, role, _caches(FullAttentionSpec(**HEADS)))
 
 
