@@ -6,10 +6,11 @@ of a request's adapter and ``extra_key``. They name neither the model nor the fo
 
 import logging
 import re
+from collections.abc import Iterable
 from importlib.metadata import version
 from typing import Any
 
-from kvoffload.config import human_bytes
+from kvoffload.config import BackendConfig, human_bytes
 from kvoffload.connectors.configuration import facts_of, names
 from kvoffload.errors import ConfigError
 from kvoffload.identity import Fact
@@ -47,6 +48,8 @@ _HARMLESS_OF_RANKS = names(
         "refused at the attach": "tp_lcm_size",
     }
 )
+_OF_A_HOST = frozenset({"disk", "memory"})
+"""Types of tiers that no other host sees."""
 _OF_TENSOR_RANKS = frozenset({"tp_rank", "tp_size"})
 
 
@@ -147,6 +150,28 @@ def check_ranks(config: Any) -> None:
             "--enable-prefill-cp, or --hicache-storage-backend"
         )
         raise ConfigError("attn_cp_size", config.attn_cp_size, remedy)
+
+
+def check_hosts(config: Any, tiers: Iterable[BackendConfig], parallel: Any) -> None:
+    """Refuse tiers of one host for a MLA model whose tensor-parallel ranks are on several.
+
+    Args:
+        config: SGLang's ranks.
+        tiers: of the settings.
+        parallel: SGLang's, of the whole engine.
+
+    Raises:
+        ConfigError: names the number of hosts.
+    """
+    num_hosts = max(parallel.nnodes // parallel.pp_size, 1)  # of a pipeline stage
+    types = {tier.type for tier in tiers}
+    is_spread = config.is_mla_model and config.tp_size > parallel.tp_size // num_hosts
+    if is_spread and types and types <= _OF_A_HOST:
+        remedy = (
+            "rank 0 of a MLA model stores for all ranks, and those on other hosts would never find "
+            "a page; name a tier that the hosts share too, as folder, redis or object"
+        )
+        raise ConfigError("nnodes", parallel.nnodes, remedy)
 
 
 def rank_facts(config: Any) -> dict[str, Fact]:

@@ -20,13 +20,14 @@ from sglang.srt.mem_cache.hicache_storage import (
     PoolTransferResult,
 )
 from sglang.srt.observability.metrics_collector import StorageMetrics
-from sglang.srt.runtime_context import get_disagg, process_model_config
+from sglang.srt.runtime_context import get_disagg, get_parallel, process_model_config
 
 from kvoffload.backends.log_rate import Throttle
 from kvoffload.connectors.sglang.engine_facts import engine_facts
 from kvoffload.connectors.sglang.hicache_settings import read_settings
 from kvoffload.connectors.sglang.hooks import check_hooks
 from kvoffload.connectors.sglang.page_facts import (
+    check_hosts,
     check_ranks,
     check_version,
     differs_by_rank,
@@ -178,6 +179,7 @@ class KVOffloadHiCache(HiCacheStorage):  # type: ignore[misc]  # untyped base
         """
         check_media(self._settings, process_model_config())
         check_role(get_disagg())
+        check_hosts(self._config, self._settings.backends, get_parallel())
         compile_hashes()
         warn_of_small_pages(self._kv.pool.page_size, self._kv.page_bytes)
         facts = rank_facts(self._config) | self._kv.facts | engine_facts(self._settings)

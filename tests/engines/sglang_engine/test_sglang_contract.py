@@ -132,6 +132,23 @@ def test_ranks_of_context_parallelism_that_nobody_stores_for_are_refused(attach)
     assert attach(Pool(), **ranks)._config.is_storage_writer  # has pages of its own, and stores
 
 
+def test_ranks_of_a_mla_model_on_several_hosts_need_a_tier_that_these_share(
+    attach, monkeypatch, tmp_path
+):
+    two_hosts = types.SimpleNamespace(nnodes=2, tp_size=4, pp_size=1)
+    monkeypatch.setattr(storage, "get_parallel", lambda: two_hosts)
+    mla = {"is_mla_model": True, "tp_rank": 3}
+    assert attach(Pool(), **mla, tp_size=2)  # attention of each host is a group of its own
+    assert attach(Pool(), tp_rank=3, tp_size=4)._config.is_storage_writer
+    with pytest.raises(ConfigError, match=r"nnodes = 2.*folder, redis or object"):
+        attach(Pool(), **mla, tp_size=4)
+    disk = {"type": "disk", "root": str(tmp_path / "kv"), "capacity": "64MiB", "min_free": 0}
+    shared = {"type": "redis", "url": "redis://127.0.0.1:1"}
+    assert attach(Pool(), backends=[disk, shared], **mla, tp_size=4)
+    two_hosts.pp_size = 2  # each stage is on one host
+    assert attach(Pool(), **mla, tp_size=4)
+
+
 def test_a_rank_of_a_mla_model_finds_at_once_what_rank_0_has_stored(attach):
     def rank(number):
         pools = {PoolName.INDEXER: Pool()}
