@@ -294,11 +294,14 @@ class KVOffloadHiCache(HiCacheStorage):  # type: ignore[misc]  # untyped base
         """Load pages into the host pools of several kinds of state.
 
         SGLang asks for pages that belong to the KV pages of a batch right after those. The list of
-        keys is the same one, and they share the batch's time.
+        keys is the same one, and they share the batch's time. With keys of the prefix it calls once
+        for each number of pages, so a call has a share of the time.
         """
         keys, until_s = self._batch
         if any(transfer.keys is not keys for transfer in transfers):
-            until_s = time.monotonic() + self._settings.load_timeout_s
+            has_prefix = getattr(extra_info, "prefix_keys", None) is not None
+            most_calls = len(self._side_pools) if has_prefix else 1
+            until_s = time.monotonic() + self._settings.load_timeout_s / max(1, most_calls)
         return self._each_pool(transfers, partial(self._load, until_s=until_s))
 
     def batch_set_v2(self, transfers: list[Any], extra_info: Any = None) -> dict[str, list[bool]]:

@@ -2,9 +2,11 @@
 
 import json
 import os
+import queue
 import re
 import subprocess
 import threading
+import time
 import types
 import unittest.mock
 from urllib.error import URLError
@@ -20,7 +22,11 @@ from sglang.srt.mem_cache.hicache_storage import (
     PoolName,
     PoolTransfer,
 )
-from sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller import HybridCacheController
+from sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller import (
+    CacheRequestHandle,
+    HybridCacheController,
+    PrefetchOperation,
+)
 
 from kvoffload.cli.top import fetch, of_page
 from kvoffload.connectors.sglang import KVOffloadHiCache, storage
@@ -258,6 +264,43 @@ def test_side_pools_that_are_read_with_kv_pages_share_their_time(
     planned.set()
     alone = PoolTransfer(PoolName.INDEXER, places, keys=hashes(4))  # SGLang makes a list a call
     assert hicache.batch_get_v2([alone]) == {PoolName.INDEXER: [True] * 4}
+
+
+def test_side_pools_of_one_prefix_share_their_time_with_keys_of_the_prefix(
+    attach, until, tmp_path, monkeypatch
+):
+    """SGLang then makes a call for each number of pages, and ends itself as above."""
+    planned = installed(tmp_path, monkeypatch)
+    backend = {"type": "planned", **planned.options}
+    names = [PoolName.SWA, PoolName.MAMBA]
+    hicache = attach(Pool(), {name: Pool() for name in names}, [backend])
+    keys = stored(hicache, 4, until)
+    hicache.batch_set_v2([PoolTransfer(name, tokens(range(4)), keys=keys) for name in names])
+    trailing = PoolHitPolicy.TRAILING_PAGES
+    asked = [
+        PoolTransfer(PoolName.SWA, tokens(range(3)), keys=keys[1:], hit_policy=trailing),
+        PoolTransfer(PoolName.MAMBA, tokens(range(1)), keys=keys[3:], hit_policy=trailing),
+    ]
+    until(lambda: hicache.batch_exists_v2(keys, asked).kv_hit_pages == 4)
+    controller = object.__new__(HybridCacheController)
+    controller.storage_backend, controller.page_size = hicache, PAGE
+    controller.mem_pool_host = types.SimpleNamespace(entry_map={})
+    controller.prefetch_sync_queue = queue.SimpleQueue()
+    waits = []
+    load = hicache._store.load
+
+    def loading(keys, pages, until_s):
+        waits.append(until_s - time.monotonic())
+        return load(keys, pages, until_s)
+
+    monkeypatch.setattr(hicache._store, "load", loading)
+    operation = PrefetchOperation(CacheRequestHandle("r", 0), [], prefix_keys=hashes(2, 50))
+    operation.pool_transfers, operation.hash_value = asked, keys
+    controller._page_transfer_sidecar(operation, 4)
+    hits = controller.prefetch_sync_queue.get().pool_hits
+    assert hits == {PoolName.SWA: 3, PoolName.MAMBA: 1}
+    assert len(waits) == 2
+    assert sum(waits) <= hicache._settings.load_timeout_s
 
 
 def test_pages_of_side_pools_and_flat_pages_are_in_sglangs_metrics(attach, until):
