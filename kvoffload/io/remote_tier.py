@@ -240,6 +240,9 @@ class RemoteTier:
         """Whether the store has said a first word of what it has."""
         self._patient_until_s = time.monotonic() + self.lookup_timeout_s
         self._told = Counter(self.counters), None
+        self.has_news = True
+        """Whether something came since an engine that relays the store set this to False, which it
+        does before it looks. So it is set after each change."""
 
     def opened(
         self, has_index: bool, is_shared: bool = False, in_place: dict[str, Any] | None = None
@@ -252,10 +255,12 @@ class RemoteTier:
             if not has_index and self._relayed is None:
                 self._cache = PresenceCache(self._ask, self.lookup_timeout_s, ANSWER_S)
         self.is_open, self.in_place = True, in_place or {}
+        self.has_news = True
 
     def refused(self) -> None:
         """Take in that the store is closed, or cannot be opened now: it has nothing."""
         self.is_complete = True
+        self.has_news = True
 
     def take(self, message: Any) -> None:
         """Take in what the server says of the open store."""
@@ -270,6 +275,7 @@ class RemoteTier:
                 self._removals.extend(Removal(*removal) for removal in message.removals)
             case Figures():
                 self._told = self._told[0], message
+        self.has_news = True
 
     def announced(self, message: PresenceChanges) -> None:
         """Take in changes of the index, unless the tier is reset meanwhile."""

@@ -2,6 +2,7 @@
 
 import asyncio
 import pickle
+from functools import partial
 
 import pytest
 
@@ -13,7 +14,7 @@ from kvoffload.connectors.vllm.rank_tiers import QUIET_S, RankTiers
 from kvoffload.connectors.vllm.worker_presence import PresenceQuery, WorkerPresence
 from kvoffload.io.chunk_jobs import same_length
 from kvoffload.io.open_stores import OpenStore
-from kvoffload.io.protocol import PresenceChanges, Present
+from kvoffload.io.protocol import PresenceChanges, Present, Removed
 from kvoffload.io.remote_tier import ANSWER_S, RemoteTier
 from kvoffload.testing.backends import filled, keys_of
 
@@ -169,6 +170,25 @@ async def test_a_worker_keeps_no_copy_of_what_it_has_reported(ranks):
     assert not tier._keys
     assert not tier._relayed
     assert worker.take_parts() == []
+
+
+async def test_a_tier_has_news_until_all_that_came_is_reported(monkeypatch):
+    """A worker looks at a tier in a step that it has news, and in no other."""
+    monkeypatch.setattr(worker_presence, "MAX_CHANGES", 2)
+    tier = RemoteTier("memory", 1.0, lambda: None)
+    tier.opened(True)
+    worker = WorkerPresence(0, {"memory": tier})
+    tier.take(PresenceChanges("memory", KEYS[:3], [], True))
+    for num_added, has_more in ((2, True), (1, False)):
+        assert tier.has_news
+        tier.has_news = False
+        (part,) = worker.take_parts()
+        assert (len(part.added), tier.has_news) == (num_added, has_more)
+    removal = partial(tier.take, Removed("memory", [(KEYS[0], "evicted")]))
+    for comes in (removal, tier.reset, partial(tier.opened, True), tier.refused):
+        tier.has_news = False
+        comes()
+        assert tier.has_news
 
 
 async def test_a_question_whose_answer_does_not_come_in_time_is_no(ranks, monkeypatch):

@@ -8,6 +8,7 @@ chunk to the scheduler half.
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import (
@@ -45,6 +46,8 @@ from kvoffload.transfer.layout import ChunkLayout, Moves
 
 COUNTERS_PERIOD_S = 0.5
 """How often a report has this rank's figures: a step may take only 2 ms."""
+_HAS_NEWS = attrgetter("has_news")
+"""Of a :class:`RemoteTier`."""
 
 
 @dataclass
@@ -346,7 +349,9 @@ class KVOffloadWorker(OffloadingConnectorWorker):  # type: ignore[misc]  # untyp
 
     def build_connector_worker_meta(self) -> WorkerReport | None:
         """Return what happened since the last call; None for nothing."""
-        if self._tiers:
+        presence = self._presence
+        is_asked = self._emptying or (presence is not None and presence.questions)
+        if is_asked or any(map(_HAS_NEWS, self._tiers.values())):
             self._report_on_tiers()
         now_s = time.monotonic()
         if now_s - self._told_s >= COUNTERS_PERIOD_S:
@@ -359,6 +364,7 @@ class KVOffloadWorker(OffloadingConnectorWorker):  # type: ignore[misc]  # untyp
 
     def _report_on_tiers(self) -> None:
         for name, tier in self._tiers.items():
+            tier.has_news = not self._is_met  # what comes from now on is news again
             if removals := tier.take_removals():
                 self._report.removals.append((name, removals))
         if self._emptying and self._spec is not None and self._spec.io is not None:

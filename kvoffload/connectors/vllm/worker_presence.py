@@ -80,7 +80,7 @@ class WorkerPresence:
         """For each tier, the number of the listing that was reported of last; whether all of it."""
         self._down = frozenset[str]()
         """The tiers that were last reported as down."""
-        self._questions: list[_Asked] = []
+        self.questions: list[_Asked] = []
         """Those without an answer."""
         for name, tier in tiers.items():
             # A server of the host that came later may list, and its changes are not taken.
@@ -120,6 +120,8 @@ class WorkerPresence:
         is_news = part.is_first or (part.is_complete and not was_complete)
         is_told = part.is_complete or (was_complete and not part.is_first)
         self._told[name] = listing, is_told
+        if tier.has_changes:  # the next portion
+            tier.has_news = True
         return part if changes or is_news else None
 
     def ask(self, questions: Mapping[str, PresenceQuery]) -> None:
@@ -128,18 +130,16 @@ class WorkerPresence:
             tier = self._tiers[name]
             by_s = time.monotonic() + tier.lookup_timeout_s
             table = tier.ask_for(question.keys)
-            self._questions.append(_Asked(name, self._generation, question, table, by_s))
+            self.questions.append(_Asked(name, self._generation, question, table, by_s))
 
     def take_answers(self) -> list[PresenceReply]:
         """Return the answers that are known by now."""
-        if not self._questions:
-            return []
-        waiting, self._questions, now_s = self._questions, [], time.monotonic()
+        waiting, self.questions, now_s = self.questions, [], time.monotonic()
         answers = []
         for asked in waiting:
             present = [asked.table[key] for key in asked.question.keys]
             if None in present and now_s < asked.by_s:
-                self._questions.append(asked)
+                self.questions.append(asked)
                 continue
             self._tiers[asked.tier].end_asking(asked.table)
             number, known = asked.question.number, list(map(bool, present))
