@@ -62,7 +62,7 @@ class FaultyBackend:
         for protocol in protocols:
             if isinstance(inner, protocol):
                 for name in vars(protocol):
-                    if not name.startswith("_") and name not in vars(FaultyBackend):
+                    if not name.startswith("_") and not hasattr(type(self), name):
                         setattr(self, name, getattr(inner, name))
         if isinstance(inner, ReadsEach):
             self.read_each = partial(self._call, "read", inner.read_each)
