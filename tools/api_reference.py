@@ -8,6 +8,7 @@ import inspect
 import re
 import textwrap
 from collections.abc import Iterator
+from enum import EnumType
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -60,6 +61,8 @@ def _call(name: str, thing: Any) -> Iterator[str]:
     if isinstance(thing, property):
         result = _type(_hints(thing.fget).get("return"))
         yield from ("```text", f"{name}: {result}", "```", "")
+        return
+    if isinstance(thing, EnumType):  # not called; and Python 3.12 names other arguments than 3.11
         return
     try:
         signature = inspect.signature(thing)
