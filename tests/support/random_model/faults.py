@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import resource
 import shutil
 import signal
 import socket
@@ -47,6 +48,10 @@ class Faults:
         self._cure = None
         """What lets the server answer again, while it does not."""
         self._stopped = []
+        self._starved = []
+        """Processes that may open no further file, with their limits of before."""
+        self._children = []
+        """Forks of this process."""
         self._heal_at_s = 0.0
         self._stranger = self._command = None
         """A process of another engine on the server; a command of an operator."""
@@ -59,8 +64,8 @@ class Faults:
             self.heal()
         kinds = [self.plan, self.plan, self.plan, self.damage, self.remove, self.reset, self.pause]
         kinds += [self.kill, self.stop, self.abort, self.preempt, self.look, self.restart]
-        kinds += [self.flush, self.clear, self.cut, self.operate]
-        weights = [3, 3, 3, 2, 1, 1, 1, 2, 1, 6, 6, 2, 0.5, 2, 1, 1, 0.5]
+        kinds += [self.flush, self.clear, self.cut, self.operate, self.starve, self.fork]
+        weights = [3, 3, 3, 2, 1, 1, 1, 2, 1, 6, 6, 2, 0.5, 2, 1, 1, 0.5, 1, 0.5]
         if self._server is not None:
             kinds += [self.pause_server, self.kill_server, self.empty_server, self.damage_values]
             weights += [3, 2, 1, 3]
@@ -85,6 +90,14 @@ class Faults:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGCONT)
         self._stopped.clear()
+        for pid, limits in self._starved[::-1]:
+            with contextlib.suppress(ProcessLookupError):
+                resource.prlimit(pid, resource.RLIMIT_NOFILE, limits)
+        self._starved.clear()
+        for child in self._children:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+        self._children.clear()
         if self._cure is not None:
             self._cure()
             self._cure = None
@@ -359,6 +372,28 @@ class Faults:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGSTOP)
         self._heal_at_s = time.monotonic() + self._draw.choice((0.2, 3.0))
+
+    def starve(self):
+        """Let an I/O process, or the server of the host, have few descriptors more, or none."""
+        pids = self._pids() if self._host is None else [self._host.process.pid]
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError, FileNotFoundError):
+                highest = max(map(int, os.listdir(f"/proc/{pid}/fd")))
+                most, limits = highest + self._draw.choice((1, 4)), resource.RLIMIT_NOFILE
+                before = resource.prlimit(pid, limits)
+                resource.prlimit(pid, limits, (min(most, before[0]), before[1]))
+                self._starved.append((pid, before))
+        self._heal_at_s = time.monotonic() + self._draw.uniform(0.1, 1.5)
+
+    def fork(self):
+        """Let a child live for a while, with copies of all descriptors of the engine's process."""
+        mine = os.getpid()
+        if (child := os.fork()) == 0:
+            while os.getppid() == mine:
+                time.sleep(0.05)
+            os._exit(0)
+        self._children.append(child)
+        self._heal_at_s = time.monotonic() + self._draw.uniform(0.1, 1.5)
 
     def _io(self):
         """The client of the struck engine, or that of the engine of pages."""

@@ -20,6 +20,7 @@ from kvoffload.backends.folder.evictor import DEAD_S
 from kvoffload.backends.folder.upkeep import LEASE_S
 from kvoffload.io import backoff
 from kvoffload.io import client as io_client
+from kvoffload.io import server as io_server
 from kvoffload.io.service.host_chunk import BLOCK, blocks_of
 from kvoffload.transfer.layout import ChunkLayout
 from tests.support import redis_server
@@ -469,6 +470,7 @@ def run(seed, seconds, folder, monkeypatch):
     paths = [str(folder / "site"), str(ROOT), os.environ.get("PYTHONPATH", "")]
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))  # of a server of the host
     monkeypatch.setattr(io_client, "SILENT_S", 1.0)
+    monkeypatch.setattr(io_server, "END_S", 0.05)  # a thread ends while calls hang
     monkeypatch.setattr(backoff, "STEADY_S", 0.0)  # each death counts as a first one
     model = Model(seed, folder)
     try:
