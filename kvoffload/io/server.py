@@ -144,6 +144,8 @@ class Session:
         """Each with its part of the number of keys."""
         self._telling: set[asyncio.Task[Any]] = set()
         """Those of no use once the engine's end is closed."""
+        self._answering: set[asyncio.Task[Any]] = set()
+        """Those that wait for calls which use the engine's memory."""
 
     async def serve(self, sock: socket.socket) -> None:
         """Serve until the engine's end is closed; then end its jobs and close the stores."""
@@ -261,7 +263,9 @@ class Session:
 
     def _begin(self, order: Load | Store, store: OpenStore | None) -> None:
         if answer := self._jobs.begin(order, store):
-            self._spawn(self._answer(answer), _cost(order))
+            task = self._spawn(self._answer(answer), _cost(order))
+            self._answering.add(task)
+            task.add_done_callback(self._answering.discard)
 
     async def _answer(self, answer: Coroutine[Any, Any, None]) -> None:
         """Answer a job; end the session if that fails, or the job's slots would never be free."""
@@ -507,9 +511,9 @@ class Session:
 
         A cancellation, as at the end of the loop, changes nothing: a call that hangs goes on.
         """
-        while self._tasks:
+        while self._answering:
             with contextlib.suppress(asyncio.CancelledError):
-                await asyncio.wait(self._tasks)
+                await asyncio.wait(self._answering)
 
     def _spawn(
         self, work: Coroutine[Any, Any, None], cost: int = 0, *, is_telling: bool = False

@@ -1,9 +1,12 @@
-"""The end of a session whose engine is killed."""
+"""The end of a session whose engine is killed, or has its slots back."""
 
 import asyncio
 import socket
 
+from kvoffload.io import server
+from kvoffload.io.protocol import Opened, Remove
 from kvoffload.io.server import Session
+from tests.io.test_floods import KEY, OPEN, Engine, HangingStore
 
 
 async def test_a_connection_that_is_reset_is_no_error_in_the_log():
@@ -35,3 +38,22 @@ async def test_an_engine_that_reads_late_what_a_session_sent_last_ends_it_withou
 
     await asyncio.to_thread(read_all)
     await ending
+
+
+async def test_a_call_that_uses_no_slot_and_hangs_keeps_no_engine_from_its_slots(monkeypatch):
+    monkeypatch.setattr(server, "END_S", 0.05)
+    monkeypatch.setattr(server, "CLOSE_S", 0.05)
+    store = HangingStore()
+    store.close = store.may_end.wait
+    engine = Engine(store, 1 << 20)
+    await engine.send(OPEN)
+    await engine.hear(Opened, 2)
+    await engine.send(Remove("store", [KEY]))
+    while not store.calls:  # noqa: ASYNC110
+        await asyncio.sleep(0.01)
+    engine.sock.close()
+    await engine.serving
+    settling = asyncio.create_task(engine.session.settled())
+    done, _ = await asyncio.wait([settling], timeout=20)
+    store.may_end.set()
+    assert done
