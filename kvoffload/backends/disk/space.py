@@ -1,6 +1,7 @@
 """Room under a root: reserved before the writes of a job, made by eviction."""
 
 import contextlib
+import errno
 import logging
 import threading
 import time
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING
 from kvoffload.backends.disk.chunk_file import bytes_on_disk
 from kvoffload.backends.disk.chunk_forms import Draft
 from kvoffload.backends.disk.index import Name
+from kvoffload.backends.disk.root_checks import remedy_of
 from kvoffload.backends.log_rate import Throttle
 
 if TYPE_CHECKING:
@@ -18,7 +20,11 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_FULL = ("io_ENOSPC", "io_EDQUOT", "io_EROFS")
+_FULL = {
+    f"io_{errno.errorcode[number]}": remedy_of(OSError(number, ""))
+    for number in (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
+}
+"""Reason why nothing can be written → the remedy."""
 _FULL_PAUSE_S, _FULL_LOG_S = 1.0, 60.0
 _ROOM_TRIES = 4
 """Another process may take the room that an eviction made."""
@@ -177,9 +183,9 @@ class Space:
     def write_failed(self, reason: str) -> None:
         """Count a failed write; pause writes for a while if the disk is full."""
         self._store.count(f"write_{reason}")
-        if reason in _FULL:
+        if remedy := _FULL.get(reason):
             self._paused_until = time.monotonic() + _FULL_PAUSE_S
-            self._full.warning("disk %s: writing paused, %s", self._root.path, reason)
+            self._full.warning("disk %s: writing paused, %s; %s", self._root.path, reason, remedy)
 
     def removal_failed(self, reason: str) -> None:
         """Pause writes where nothing can leave for them, as on a read-only file system."""

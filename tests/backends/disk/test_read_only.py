@@ -53,7 +53,7 @@ async def test_a_read_only_file_system_serves_segments_that_are_not_open(tmp_pat
     vfs.is_read_only = False
 
 
-async def test_a_store_that_can_evict_nothing_of_a_read_only_disk_says_so(tmp_path):
+async def test_a_store_that_can_evict_nothing_of_a_read_only_disk_says_so(tmp_path, caplog):
     vfs = ReadOnlyVfs()
     backend = open_disk(tmp_path, form="segments", vfs=vfs, io="buffered", **full(4))
     assert await write(backend, keys_of(4)) == [True] * 4
@@ -64,4 +64,6 @@ async def test_a_store_that_can_evict_nothing_of_a_read_only_disk_says_so(tmp_pa
     assert counted["write_io_EROFS"] >= 1
     assert await write(backend, keys_of(1, "later")) == [False]
     assert backend.counters()["refused_full"] >= 1
+    root = tmp_path.resolve()
+    assert f"disk {root}: writing paused, io_EROFS; mount it for writing" in caplog.text
     vfs.is_read_only = False
