@@ -245,8 +245,8 @@ def denied(vfs: Vfs, path: str) -> ConfigError | None:
 def unusable(vfs: Vfs, root: str, error: OSError) -> ConfigError:
     """Return the error for a root that cannot be opened."""
     refusal = denied(vfs, root) if error.errno in (errno.EACCES, errno.EPERM) else None
-    remedy = f"cannot be used: {error.strerror}; {remedy_of(error)}"
-    return refusal or ConfigError("root", root, remedy)
+    # With its file's name: "remove it" is said of a file in the root, or of a link above.
+    return refusal or ConfigError("root", root, f"cannot be used: {error}; {remedy_of(error)}")
 
 
 def remedy_of(error: OSError) -> str:
