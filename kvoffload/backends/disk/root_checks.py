@@ -233,6 +233,8 @@ def denied(vfs: Vfs, path: str) -> ConfigError | None:
         try:
             owner = vfs.lstat(path).st_uid
         except PermissionError:
+            if path == os.path.dirname(path):
+                return None
             path = os.path.dirname(path)  # the owner of the folder above denies the look
             continue
         except OSError:
