@@ -47,14 +47,12 @@ class DueRequests:
         given = filter(None, output.scheduled_cached_reqs.new_block_ids)
         return chain.from_iterable(map(itemgetter(self._group_idx), given))
 
-    def of_step(self, output: Any, is_begun: bool) -> Any | None:
+    def of_step(self, output: Any, is_wanted: bool) -> Any | None:
         """Return vLLM's output of a step with the due requests alone.
-
-        None if its half has nothing to do: no request is due, and none came or went.
 
         Args:
             output: vLLM's ``SchedulerOutput``.
-            is_begun: whether its half has begun something in this step.
+            is_wanted: False to return None if no request is due, and none came or went.
         """
         if self._visits_all:
             return output
@@ -63,7 +61,7 @@ class DueRequests:
             self.again(running.resumed_req_ids)
         places = self._due(output)
         if not (
-            is_begun
+            is_wanted
             or places
             or output.scheduled_new_reqs
             or output.finished_req_ids
@@ -124,7 +122,7 @@ class DueRequests:
 
 
 def has_orders(half: Any) -> bool:
-    """Whether a step that vLLM's half has nothing to do in has something to order all the same.
+    """Whether a step without a due request has something to order all the same.
 
     Args:
         half: our scheduler half.
@@ -132,6 +130,10 @@ def has_orders(half: Any) -> bool:
     manager = half.adapter.manager
     return bool(
         half.waits_for_workers
+        or half._current_batch_load_jobs
+        or half._current_batch_jobs_to_flush
+        or half._current_batch_allocated_block_ids
+        or getattr(half, "_step_region", None) is not None  # 0.33: a lookup opened it
         or half.generations.order
         or half.operators.emptied
         or manager.has_transfers()

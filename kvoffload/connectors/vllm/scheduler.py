@@ -363,28 +363,9 @@ class KVOffloadScheduler(OffloadingConnectorScheduler):  # type: ignore[misc]  #
         if self._block_id_to_pending_jobs or scheduler_output.finished_req_ids:
             # Stores read blocks of ended requests, of which the last ones are made below.
             self._current_batch_allocated_block_ids.update(self._due.blocks_given(scheduler_output))
-        is_begun = bool(
-            self._current_batch_load_jobs
-            or self._current_batch_jobs_to_flush
-            or self._current_batch_allocated_block_ids
-            or getattr(self, "_step_region", None) is not None  # 0.33: a lookup opened it
-        )
-        due = self._due.of_step(scheduler_output, is_begun)
-        if due is None and not has_orders(self):
+        due = self._due.of_step(scheduler_output, has_orders(self))
+        if due is None:
             return IDLE_STEP
-        orders = StepMetadata({}, {}) if due is None else self._decide(scheduler_output, due)
-        self._order_tier_jobs(orders)
-        stores = bool(orders.store_jobs or orders.write_through)
-        orders.generation = self.generations.take_order(stores)
-        orders.emptied = self.operators.take_emptied()
-        orders.questions = self.tiers.take_questions()
-        orders.awaited = waiting.needed.take()
-        orders.returns = manager.returns.take_told()
-        orders.asks_workers = self.waits_for_workers
-        return orders
-
-    def _decide(self, scheduler_output: Any, due: Any) -> StepMetadata:
-        """Return the loads, stores and flushes of a step, of which vLLM's half sees a part."""
         withheld_stores.forget_old_tables(self, scheduler_output)
         withheld_stores.bar_changed_adapters(self, due)
         output = withheld_stores.without_reloading(self, withheld_stores.without_barred(self, due))
@@ -396,6 +377,14 @@ class KVOffloadScheduler(OffloadingConnectorScheduler):  # type: ignore[misc]  #
         if writes_before_flush(scheduler_output, self._is_runner_v2):
             overwritten = self._table.fail_stores(orders.jobs_to_flush or ())
             self.adapter.manager.counters["stores_overwritten"] += overwritten
+        self._order_tier_jobs(orders)
+        stores = bool(orders.store_jobs or orders.write_through)
+        orders.generation = self.generations.take_order(stores)
+        orders.emptied = self.operators.take_emptied()
+        orders.questions = self.tiers.take_questions()
+        orders.awaited = waiting.needed.take()
+        orders.returns = manager.returns.take_told()
+        orders.asks_workers = self.waits_for_workers
         return orders
 
     def _build_store_jobs(self, scheduler_output: Any) -> Any:

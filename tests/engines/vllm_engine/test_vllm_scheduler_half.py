@@ -383,8 +383,8 @@ def test_blocks_given_out_as_a_request_ends_matter(met, monkeypatch, finished, m
     half, _ = met(cpu_bytes=16384)
     asked = []
 
-    def of_step(output, is_begun):
-        asked.append((half._current_batch_allocated_block_ids, is_begun))
+    def of_step(output, is_wanted):
+        asked.append((half._current_batch_allocated_block_ids, is_wanted))
 
     monkeypatch.setattr(half._due, "of_step", of_step)
     running = types.SimpleNamespace(new_block_ids=[None, ([7, 8],), ([9],)])
