@@ -1,5 +1,6 @@
 """Inside vLLM's ``MultiConnector``, beside connectors that shake hands or store files."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -73,6 +74,10 @@ def test_beside_vllms_example_connector_both_serve(start, prompts, tmp_path):
     engine.kill()
 
 
+@pytest.mark.skipif(
+    os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1",
+    reason="Runner V2 of vLLM 0.33 goes on with other tokens itself after such a failure",
+)
 def test_nothing_is_stored_that_is_computed_on_what_another_connector_failed_to_load(
     start, prompts, tmp_path
 ):
