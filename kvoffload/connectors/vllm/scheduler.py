@@ -196,6 +196,7 @@ class KVOffloadScheduler(OffloadingConnectorScheduler):  # type: ignore[misc]  #
         if self._awaits_reports:
             return None, False
         status = self._req_status[request.request_id]
+        withheld_stores.keep_old_blocks(status)  # vLLM's half forgets the table at each look
         if getattr(request, "resumable", False):  # old keys may have a token that it dropped
             for group in status.group_states:
                 group.offload_keys = []

@@ -58,9 +58,19 @@ def forget_old_tables(half: Any, scheduler_output: Any) -> None:
         *(new.req_id for new in scheduler_output.scheduled_new_reqs),
     ):
         if (status := half._req_status.get(req_id)) is not None:
-            notes_of(status.req_context).old_blocks = _blocks(status)
+            keep_old_blocks(status)
             for group in status.group_states:
                 group.block_ids.clear()
+
+
+def keep_old_blocks(status: Any) -> None:
+    """Note a request's blocks before its block table is forgotten; see :func:`fail_after`.
+
+    Args:
+        status: vLLM's state of the request, perhaps without a table by now.
+    """
+    if blocks := _blocks(status):
+        notes_of(status.req_context).old_blocks = blocks
 
 
 def bar_computing(half: Any) -> None:

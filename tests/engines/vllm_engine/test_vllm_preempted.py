@@ -7,6 +7,7 @@ import pytest
 
 pytest.importorskip("vllm.version", reason="vLLM is not installed; see make test-vllm")
 
+from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunnerMixin
 
 from benchmarks.vllm_parts.halves import BLOCK
@@ -57,3 +58,23 @@ def test_a_preempted_request_does_not_wait_for_stores_of_a_stage_that_ends_no_st
     rig.quiet()
     assert request.is_finished()
     assert not rig.scheduler.connector.connector_scheduler._jobs
+
+
+@pytest.mark.parametrize("runs_at_once", [False, True])
+def test_a_store_fails_whose_request_a_reset_preempts_before_its_load_is_known_to_fail(
+    halves, runs_at_once
+):
+    """In the next step it is looked up, and vLLM's half forgets its block table."""
+    rig = halves()
+    rig.scheduler.use_v2_model_runner = runs_at_once  # which is told of it as of a new request
+    half = rig.scheduler.connector.connector_scheduler
+    request = rig.add(random.Random(1).choices(range(3, 512), k=10 * BLOCK + 5), 20)
+    request.skip_reading_prefix_cache = runs_at_once  # or it waits for its own stores
+    (new,) = rig.scheduler.schedule().scheduled_new_reqs
+    (store,) = half._jobs
+    assert rig.scheduler.reset_prefix_cache(reset_running_requests=True, reset_connector=False)
+    assert len(rig.scheduler.schedule().scheduled_new_reqs) == runs_at_once
+    # Another connector tells of the first step while the second one is in flight.
+    lost = KVConnectorOutput(invalid_block_ids=set(new.block_ids[0][:2]))
+    rig.scheduler.connector.update_connector_output(lost)
+    assert half._table[store].stale
