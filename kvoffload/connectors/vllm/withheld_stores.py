@@ -95,8 +95,8 @@ def fail_after(half: Any, block_ids: Set[int], kv_cache: Any) -> None:
     Another connector, in ``MultiConnector``, may load within a step. vLLM tells of a failure at its
     end. Then it computes the request again, in the same blocks.
 
-    It does not look at requests that were preempted meanwhile. Their blocks stay in its prefix
-    cache: they would be reused, and stored.
+    It does not look at requests that were preempted or ended meanwhile. Their blocks stay in its
+    prefix cache: they would be reused, and stored.
 
     Args:
         half: our scheduler half.
@@ -104,10 +104,11 @@ def fail_after(half: Any, block_ids: Set[int], kv_cache: Any) -> None:
         kv_cache: vLLM's ``KVCacheManager``.
     """
     for status in half._req_status.values():
-        old = notes_of(status.req_context).old_blocks
-        if not block_ids.isdisjoint(old):
-            kv_cache.evict_blocks(old)
-        if not block_ids.isdisjoint(old | _blocks(status)):
+        old, now = notes_of(status.req_context).old_blocks, _blocks(status)
+        given_up = old | now if status.req.is_finished() else old
+        if not block_ids.isdisjoint(given_up):
+            kv_cache.evict_blocks(given_up)
+        if not block_ids.isdisjoint(old | now):
             half._table.fail_stores(status.transfer_jobs)
 
 

@@ -8,6 +8,7 @@ import pytest
 pytest.importorskip("vllm.version", reason="vLLM is not installed; see make test-vllm")
 
 from vllm.v1.outputs import KVConnectorOutput
+from vllm.v1.request import RequestStatus
 from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunnerMixin
 
 from benchmarks.vllm_parts.halves import BLOCK
@@ -78,3 +79,20 @@ def test_a_store_fails_whose_request_a_reset_preempts_before_its_load_is_known_t
     lost = KVConnectorOutput(invalid_block_ids=set(new.block_ids[0][:2]))
     rig.scheduler.connector.update_connector_output(lost)
     assert half._table[store].stale
+
+
+def test_the_blocks_of_a_request_that_ends_before_its_load_is_known_to_fail_are_not_found(halves):
+    rig = halves()
+    half = rig.scheduler.connector.connector_scheduler
+    prompt = random.Random(1).choices(range(3, 512), k=10 * BLOCK + 5)
+    request = rig.add(prompt, 20)
+    (new,) = rig.scheduler.schedule().scheduled_new_reqs
+    (store,) = half._jobs
+    rig.scheduler.finish_requests(request.request_id, RequestStatus.FINISHED_ABORTED)
+    rig.scheduler.schedule()
+    lost = KVConnectorOutput(invalid_block_ids=set(new.block_ids[0][:2]))
+    rig.scheduler.connector.update_connector_output(lost)
+    assert half._table[store].stale
+    again = rig.add(prompt, 2)
+    _, found, *_ = rig.scheduler.kv_cache_manager.get_computed_blocks(again)
+    assert found == 0
