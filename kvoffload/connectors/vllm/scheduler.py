@@ -196,7 +196,6 @@ class KVOffloadScheduler(OffloadingConnectorScheduler):  # type: ignore[misc]  #
         if self._awaits_reports:
             return None, False
         status = self._req_status[request.request_id]
-        withheld_stores.keep_old_blocks(status)  # vLLM's half forgets the table at each look
         if getattr(request, "resumable", False):  # old keys may have a token that it dropped
             for group in status.group_states:
                 group.offload_keys = []
@@ -224,6 +223,7 @@ class KVOffloadScheduler(OffloadingConnectorScheduler):  # type: ignore[misc]  #
     def _find(self, request: Any, start: int, most: int | None) -> tuple[int | None, bool]:
         """Look up a prompt, as far as host memory can take what is found."""
         status, size = self._req_status[request.request_id], self._chunk_tokens
+        withheld_stores.keep_old_blocks(status)  # vLLM's half forgets the table at each look
 
         def has_room(end: int) -> bool | None:
             return self.adapter.manager.has_room(self._keys_to_load(status, start, end))

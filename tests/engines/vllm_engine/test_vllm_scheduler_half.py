@@ -371,7 +371,7 @@ def test_a_load_that_a_client_bounds_ends_where_a_chunk_does(
 
     monkeypatch.setattr(OffloadingConnectorScheduler, "get_num_new_matched_tokens", look_up)
     context = ReqContext("r", {"kvoffload": {"max_load_tokens": wished}})
-    half._req_status = {"r": types.SimpleNamespace(req_context=context)}
+    half._req_status = {"r": types.SimpleNamespace(req_context=context, group_states=[])}
     monkeypatch.setattr(KVOffloadScheduler, "_note_first_look", lambda *_: None)
     half.get_num_new_matched_tokens(types.SimpleNamespace(request_id="r"), computed)
     assert asked == [most]
