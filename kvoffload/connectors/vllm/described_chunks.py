@@ -7,6 +7,7 @@ memory gave it up. A chunk may be in tiers alone, or its store may fail: no such
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.events import OffloadingEventsTracker
@@ -60,12 +61,21 @@ class DescribedChunks(OffloadingEventsTracker):  # type: ignore[misc]  # untyped
 
     def take_events(self, events: Iterable[Any]) -> Iterable[Any]:
         """See vLLM; then forget what no medium has told of."""
-        yield from super().take_events(events)
+        yield from super().take_events(map(self._with_keys, events))
         described, until_s = self._pending_event_metadata, self._clock() - PATIENCE_S
         while self._noted and next(iter(self._noted.values())) < until_s:
             key, _ = self._noted.popitem(last=False)
             if key in described and not described[key].active_residencies:
                 del described[key]
+
+    def _with_keys(self, event: Any) -> Any:
+        """Name the chunks of a removal that is of its whole medium, for vLLM tells those alone."""
+        if event.keys or not event.removed:
+            return event
+        place, described = (event.medium, event.ownership), self._pending_event_metadata
+        return replace(
+            event, keys=[key for key in described if place in described[key].active_residencies]
+        )
 
     def reset(self) -> None:
         super().reset()

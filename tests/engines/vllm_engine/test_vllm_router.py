@@ -107,6 +107,13 @@ def test_what_events_tell_of_a_chunk_is_forgotten_with_the_chunk(models, tmp_pat
             time.sleep(0.1)
             rig.add([3, 4, 5], 1)
             rig.quiet()
+        assert described
+        emptied = half.operators.clear("disk")
+        while (wrong := next(emptied)) is None:
+            rig.step()
+            time.sleep(0.005)
+        rig.quiet()
+        assert (wrong, described) == ("", {})
 
 
 @pytest.fixture(scope="module")
