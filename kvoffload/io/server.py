@@ -19,6 +19,7 @@ from typing import Any
 
 from msgspec import DecodeError
 
+from kvoffload.backends.blocking_pool import start_once
 from kvoffload.backends.log_rate import Throttle
 from kvoffload.errors import ConfigError
 from kvoffload.io.chunk_jobs import ChunkJobs, Moved, same_length
@@ -559,7 +560,8 @@ async def _close(opening: Collection["asyncio.Task[Any]"], stores: Sequence[Open
 def run_server(sock: socket.socket, memory: memoryview, attach: Callable[[Session], None]) -> None:
     """Serve an engine on this thread until the engine's end of the socket is closed.
 
-    The thread goes on until no call of a store uses the slab any more, and all stores are closed.
+    The thread goes on until no call of a store uses the slab any more. Stores whose end hangs are
+    closed on another one.
 
     Args:
         sock: this end; closed afterwards.
@@ -585,7 +587,15 @@ def run_server(sock: socket.socket, memory: memoryview, attach: Callable[[Sessio
         loop.run_until_complete(serve())
     finally:
         sock.close()
-        while left := closings(loop):  # or they would hold descriptors and locks for good
-            loop.run_until_complete(asyncio.wait(left))
-        executor.shutdown(wait=False, cancel_futures=True)
-        loop.close()
+        if closings(loop):  # they hang, and the next thread waits for this one
+            start_once(partial(_end_loop, loop, executor))
+        else:
+            _end_loop(loop, executor)
+
+
+def _end_loop(loop: asyncio.AbstractEventLoop, executor: ThreadPoolExecutor) -> None:
+    """End a loop once its stores are closed, or they would hold descriptors and locks for good."""
+    while left := closings(loop):
+        loop.run_until_complete(asyncio.wait(left))
+    executor.shutdown(wait=False, cancel_futures=True)
+    loop.close()

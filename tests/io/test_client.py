@@ -1,5 +1,6 @@
 """The I/O client and its server, in both forms: jobs, presence, figures, refusals, the end."""
 
+import asyncio
 import logging
 import socket
 import threading
@@ -7,6 +8,7 @@ import time
 
 import pytest
 
+from kvoffload.backends.memory import MemoryBackend
 from kvoffload.errors import ConfigError
 from kvoffload.io import chunk_jobs, deadlines, server
 from kvoffload.io.protocol import Load, Store
@@ -355,6 +357,29 @@ def test_a_cut_connection_frees_no_slot_that_a_call_still_writes_to(
     assert thread_rig.slab.slot(0, 4096) == b"\xee" * 4096
     until(lambda: client._peer is not first and not client._is_opening)
     thread_rig.store(client, "planned", KEYS[:1], until)
+
+
+def test_a_store_whose_end_hangs_keeps_no_tier_away(thread_rig, until, plug_in, monkeypatch):
+    """A thread that goes on until its calls have ended does not wait for what uses no slot."""
+    monkeypatch.setattr(server, "CLOSE_S", 0.05)
+    may_end = threading.Event()
+
+    class Hanging(MemoryBackend):
+        async def close(self):
+            while not may_end.is_set():  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+            await super().close()
+
+    plug_in("hanging", Hanging)
+    client = thread_rig.open(("hanging", "hanging", {}), ("memory", "memory", {}))
+    first = client._peer
+    with client._link.lock:
+        client._link._sock.shutdown(socket.SHUT_RDWR)
+    try:
+        until(lambda: client._peer is not first and not client._is_opening)
+        thread_rig.store(client, "memory", KEYS[:1], until)
+    finally:
+        may_end.set()
 
 
 def test_a_hung_store_does_not_keep_another_from_closing(rig, until, tmp_path, planned):
