@@ -324,7 +324,10 @@ def choose_io(vfs: Vfs, root: str, scratch: str, wanted: str) -> tuple[str, str 
     if reason is None:
         return wanted, None
     if wanted == "direct":
-        raise ConfigError("io", "direct", f"does not work at this root ({reason}); use 'auto'")
+        # A device that is full or fails refuses it too, and then no setting is wrong.
+        error = OSError(getattr(errno, reason.removeprefix("io_"), 0), reason)
+        remedy = f"does not work at this root ({reason}); use 'auto'"
+        raise ConfigError("io", "direct", remedy) from error
     log.warning("disk %s: direct I/O does not work (%s), using the page cache", root, reason)
     return "buffered", reason
 

@@ -1,6 +1,7 @@
 """Whatever system call fails, and however often: hit or miss, and the accounting stays right."""
 
 import asyncio
+import errno
 import mmap
 import os
 import random
@@ -15,6 +16,7 @@ from kvoffload.backends.disk.paths import WRITERS
 from kvoffload.backends.disk.vfs import Vfs
 from kvoffload.config import ByteSize
 from kvoffload.errors import ConfigError
+from kvoffload.io.open_stores import is_of_device
 from kvoffload.testing.backends import filled, keys_of, slots
 from tests.support.vfs import EVERY_ERROR, FailingVfs, HookedVfs, StuckVfs, kind_of
 
@@ -195,6 +197,16 @@ async def test_without_direct_io_the_page_cache_is_used_and_that_is_said(tmp_pat
         DiskBackend(options(tmp_path, io="direct"), "probe", vfs=FailingVfs(1, 22, when=no_direct))
     assert caught.value.field == "io"
     assert not os.listdir(tmp_path / WRITERS)
+
+
+@pytest.mark.parametrize(("error", "is_to_blame"), [(errno.EIO, True), (errno.EINVAL, False)])
+async def test_a_device_that_fails_is_to_blame_for_direct_io_and_not_the_setting(
+    tmp_path, error, is_to_blame
+):
+    vfs = FailingVfs(1, error, when=lambda c, p: c == "pwritev" and kind_of(p) == "temporary")
+    with pytest.raises(ConfigError, match=errno.errorcode[error]) as caught:
+        DiskBackend(options(tmp_path, io="direct"), "probe", vfs=vfs)
+    assert is_of_device(caught.value) == is_to_blame
 
 
 @pytest.mark.parametrize(("error", "reason"), [(22, "io_EINVAL"), (None, "io_short")])
