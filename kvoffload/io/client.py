@@ -478,11 +478,13 @@ class IOClient:
             refusal = ConfigError(message.field, message.value, message.remedy)
             if self._is_started:
                 log.error("a tier cannot be opened again yet: %s", refusal)
-            elif message.tier:
-                log.error("the engine starts without the tier %s: %s", message.tier, refusal)
+            elif without := message.without:
+                log.error("the engine starts without the tier %s: %s", without.name, refusal)
+                tier = self.tiers[without.name]
+                tier.is_listed, tier.is_shared = without.has_index, without.is_shared
             # Last, as above.
-            if message.tier and not self._is_started:
-                self._without.add(message.tier)
+            if message.without and not self._is_started:
+                self._without.add(message.without.name)
             else:
                 self._refusal = refusal
         self._tell_waiting()

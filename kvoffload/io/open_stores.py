@@ -24,7 +24,7 @@ from kvoffload.backends.blocking_pool import run_once
 from kvoffload.backends.log_rate import Throttle
 from kvoffload.errors import ConfigError
 from kvoffload.io.loans import Lends
-from kvoffload.io.protocol import Figures, Open, PresenceChanges, TierSettings
+from kvoffload.io.protocol import Figures, Open, PresenceChanges, TierOpened, TierSettings
 from kvoffload.policies.told_return import ToldReturn
 
 log = logging.getLogger(__name__)
@@ -240,11 +240,22 @@ async def open_tier(tier: TierSettings, namespace: str) -> Backend:
     return _open(tier, namespace)
 
 
+def promised(tier: TierSettings) -> TierOpened:
+    """Return what the class of a store tells of it, before it is open."""
+    made = _class_of(tier)
+    has_index, is_shared = hasattr(made, "take_changes"), getattr(made, "is_shared", False)
+    return TierOpened(tier.name, has_index, bool(is_shared))
+
+
 def _may_block(tier: TierSettings) -> bool:
+    return bool(getattr(_class_of(tier), "opens_apart", False))
+
+
+def _class_of(tier: TierSettings) -> Any:
     try:
-        return bool(getattr(registry.load(registry.BACKENDS, tier.type), "opens_apart", False))
+        return registry.load(registry.BACKENDS, tier.type)
     except ConfigError:
-        return False  # opening it says why
+        return None  # opening it says why
 
 
 async def _open_apart(tier: TierSettings, namespace: str) -> Backend:

@@ -233,7 +233,7 @@ class Refused(_Message):
     field: str
     value: Any
     remedy: str
-    tier: str = ""
+    without: TierOpened | None = None
     """The tier that a start goes on without, as no setting is wrong: its device is full, say."""
 
 

@@ -35,6 +35,7 @@ from kvoffload.io.open_stores import (
     greet,
     is_of_device,
     open_store,
+    promised,
     purge,
     text_of,
     until_open,
@@ -308,7 +309,7 @@ class Session:
         running: "list[asyncio.Task[str]]",
     ) -> None:
         """Try to open a tier until it is open."""
-        name = wanted.tiers[i].name
+        tier, name = wanted.tiers[i], wanted.tiers[i].name
         tried = self._tries[name]
         if wanted.erases(name):
             tried.set()
@@ -316,8 +317,9 @@ class Session:
 
         def refused(error: Exception) -> None:
             if isinstance(error, ConfigError):
+                without = promised(tier) if is_of_device(error) else None
                 parts = error.field, error.value, error.remedy
-                self.send(Refused(wanted.number, *parts, name if is_of_device(error) else ""))
+                self.send(Refused(wanted.number, *parts, without))
             else:  # no thread is left, say: no setting is to blame
                 log.error("%s cannot be opened yet", name, exc_info=error)
             tried.set()

@@ -276,7 +276,9 @@ def test_an_engine_starts_without_a_full_disk_and_has_it_once_there_is_room(
     assert "No space left on device" in caplog.text
     assert "; make space on it" in caplog.text
     process_rig.store(client, "memory", KEYS, until)
-    assert client.tiers["disk"].holds(KEYS[0]) is False
+    disk = client.tiers["disk"]
+    assert (disk.is_listed, disk.is_shared) == (True, True)  # vLLM asks once, at its start
+    assert disk.holds(KEYS[0]) is False
     refused = process_rig.load(client, "disk", KEYS)
     assert until(lambda: refused.answers) == [([False] * 4, "no_store", True)]
     filler.unlink()
