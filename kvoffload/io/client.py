@@ -526,10 +526,10 @@ class IOClient:
             self._reset_tiers()  # first: an answered job must not be followed by an old hit
         for job in jobs:
             job.fail("shutdown" if is_closing else "io_died")
+        if self._peer is not None:
+            self._peer.kill()  # also at the end: a process would go on until its calls have ended
         if is_closing:
             return
-        if self._peer is not None:
-            self._peer.kill()
         self._tell_waiting()
         if not self._is_started:
             return

@@ -359,6 +359,20 @@ def test_a_cut_connection_frees_no_slot_that_a_call_still_writes_to(
     thread_rig.store(client, "planned", KEYS[:1], until)
 
 
+def test_a_process_whose_call_hangs_ends_with_the_engine(process_rig, until, planned):
+    """Its calls end with it: no engine waits for them at its own end."""
+    client = process_rig.open(("planned", "planned", planned.options))
+    process_rig.store(client, "planned", KEYS[:1], until)
+    planned.set(process=Process("stubborn", 60.0))
+    load = process_rig.load(client, "planned", KEYS[:1])
+    asked_s = client._heard_s
+    until(lambda: client._heard_s > asked_s + 2 * server.FIGURES_S)  # it has begun
+    client.close(60.0)
+    assert client._peer.wait(0)
+    assert load.answers == [([False], "shutdown", False)]
+    assert time.monotonic() < client._close_by_s - 20
+
+
 def test_a_store_whose_end_hangs_keeps_no_tier_away(thread_rig, until, plug_in, monkeypatch):
     """A thread that goes on until its calls have ended does not wait for what uses no slot."""
     monkeypatch.setattr(server, "CLOSE_S", 0.05)
