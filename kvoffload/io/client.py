@@ -476,17 +476,15 @@ class IOClient:
                 if not tier.is_open:
                     tier.refused()
             refusal = ConfigError(message.field, message.value, message.remedy)
-            if self._is_started:
-                log.error("a tier cannot be opened again yet: %s", refusal)
-            elif without := message.without:
+            if without := None if self._is_started else message.without:
                 log.error("the engine starts without the tier %s: %s", without.name, refusal)
                 tier = self.tiers[without.name]
                 tier.is_listed, tier.is_shared = without.has_index, without.is_shared
-            # Last, as above.
-            if message.without and not self._is_started:
-                self._without.add(message.without.name)
+                self._without.add(without.name)  # last, as above
             else:
-                self._refusal = refusal
+                if self._is_started:
+                    log.error("a tier cannot be opened again yet: %s", refusal)
+                self._refusal = refusal  # last, as above
         self._tell_waiting()
 
     def _ask(self) -> None:

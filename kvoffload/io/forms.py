@@ -14,7 +14,8 @@ from typing import Protocol
 
 from kvoffload.io.lent_memory import LentMemory
 from kvoffload.io.link import own_end
-from kvoffload.io.server import Session, run_server
+from kvoffload.io.server import Session
+from kvoffload.io.server_loop import run_server
 
 log = logging.getLogger(__name__)
 

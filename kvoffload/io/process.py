@@ -17,7 +17,8 @@ import time
 import traceback
 
 from kvoffload.io.protocol import Logged
-from kvoffload.io.server import Session, run_server
+from kvoffload.io.server import Session
+from kvoffload.io.server_loop import run_server
 
 _PR_SET_PDEATHSIG = 1
 NICE = 10
