@@ -34,6 +34,8 @@ Row = tuple[float, float]
 TOKENS = 64
 TEXT = {"is_multimodal": False, "is_audio_model": False}
 """Of a model without images."""
+NO_ROLE = SimpleNamespace(disaggregation_mode="null", enable_pd_role_switch=False)
+ONE_HOST = SimpleNamespace(nnodes=1, tp_size=1, pp_size=1)
 
 
 class Pool:
@@ -92,6 +94,8 @@ class Ours:
             patch.object(storage, "check_hooks"),
             patch.object(storage, "process_model_config", lambda: SimpleNamespace(**TEXT)),
             patch.object(storage, "engine_facts", lambda settings: {"weights": "random"}),
+            patch.object(storage, "get_disagg", lambda: NO_ROLE),
+            patch.object(storage, "get_parallel", lambda: ONE_HOST),
         ):
             self.backend = storage.KVOffloadHiCache(config, {})
             self.backend.register_mem_pool_host(pool)
