@@ -63,7 +63,11 @@ class Moved(Listener):
 
     def wait(self) -> None:
         self._ended.wait(TIMEOUT_S)
-        check_all(self._answer or [False])
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether each chunk was moved."""
+        return bool(self._answer) and all(self._answer)
 
 
 class Forms:
@@ -71,7 +75,7 @@ class Forms:
 
     def __init__(self, kind: str, options: dict[str, Any], size: int, total: int) -> None:
         self.size, self.count = size, total // size
-        self.keys = keys_of(self.count)
+        self.keys, self._turn = keys_of(self.count), 0
         self._fd = create_shared_memory(self.count * size)
         self.slab = Slab(self.count, size, self._fd)
         for slot in range(self.count):
@@ -82,28 +86,40 @@ class Forms:
         self.process = IOClient(lambda: ServerProcess(self._fd), opening, TIMEOUT_S, TIMEOUT_S)
 
     def store(self, client: IOClient) -> None:
-        self._move(client, Store)
+        check_all([self._move(client, Store).is_whole])
 
     def load(self, client: IOClient) -> None:
-        self._move(client, Load)
+        check_all([self._move(client, Load).is_whole])
 
-    def _move(self, client: IOClient, kind: type[Load] | type[Store]) -> None:
+    def _move(self, client: IOClient, kind: type[Load] | type[Store]) -> Moved:
         moved = Moved()
         client.begin(kind(0, "t", self.keys, [*range(self.count)], self.size), moved)
         moved.wait()
+        return moved
 
-    def remove(self, client: IOClient) -> None:
-        """Remove all chunks; they are gone when the tier says so."""
-        client.remove("t", self.keys)
-        tier = client.tiers["t"]
+    def renew(self, client: IOClient) -> None:
+        """Take other keys, and let a client remove the chunks that it stored under the last ones.
+
+        The removal may still be going on when it is known. It would take what is stored after it
+        under the same keys.
+        """
+        self._turn += 1
+        before, self.keys = self.keys, keys_of(self.count, f"turn {self._turn}")
+        client.remove("t", before)
+        holds = client.tiers["t"].holds
+        # None, "ask again", may mean that it is still there. All are asked for at once.
+        self._until(lambda: {*map(holds, before)} == {False})
+
+    def until_found(self, client: IOClient) -> None:
+        """Wait until a client finds what the other one stored."""
+        self._until(lambda: self._move(client, Load).is_whole)
+
+    @staticmethod
+    def _until(done: Callable[[], bool]) -> None:
         until_s = time.monotonic() + TIMEOUT_S
-        while True:
-            # None, "ask again", may mean that they are still there. All are asked for at once.
-            absent = [tier.holds(key) is False for key in self.keys]
-            if all(absent):
-                return
+        while not done():
             if time.monotonic() > until_s:
-                raise RuntimeError("chunks stay in the store")
+                raise RuntimeError("chunks stay in the store, or are not found there")
             time.sleep(0.002)
 
     def first_byte_s(self, client: IOClient, i: int) -> float:
@@ -153,11 +169,11 @@ def _against_thread(forms: Forms, case: str) -> list[Row]:
     for start in range(ROUNDS):
         turns = list(stores.items())
         for client, times in turns if start % 2 else reversed(turns):
-            forms.remove(client)  # what it knows of the other one's chunks
             times.append(timed(partial(forms.store, client)))
-            forms.remove(client)
+            forms.renew(client)
     store_s, thread_store_s = (min(times) for times in stores.values())
     forms.store(forms.process)
+    forms.until_found(forms.thread)
     load_s, thread_load_s = best_of(
         lambda: forms.load(forms.process), lambda: forms.load(forms.thread), rounds=ROUNDS
     )
