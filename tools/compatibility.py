@@ -51,6 +51,7 @@ ROWS: dict[str, tuple[str, ...]] = {
         "test_vllm_identity.py::test_two_ranks",
     ),
     "blocks zeroed by Model Runner V2": ("test_vllm_zeroed.py",),
+    "experts of tokens, returned: refused or equal": ("test_vllm_experts.py",),
     "cache_salt, LoRA, events": ("test_vllm_identity.py::test_salts",),
     "several blocks a chunk, windows, images, MLA": (
         "test_vllm_models.py",

@@ -36,6 +36,7 @@ from kvoffload.connectors.vllm.quiet_steps import KnownLookup
 from kvoffload.connectors.vllm.scheduler import KVOffloadScheduler
 from kvoffload.connectors.vllm.start import (
     VllmConfigSettings,
+    check_experts,
     check_layout,
     check_parallel,
     check_settings,
@@ -66,6 +67,7 @@ class KVOffloadConnector(OffloadingConnector):  # type: ignore[misc]  # untyped 
         KVConnectorBase_V1.__init__(self, vllm_config, role, kv_cache_config)
         check_prefixes(vllm_config.model_config, kv_cache_config)
         check_parallel(vllm_config.parallel_config)
+        check_experts(vllm_config.aux_output_config)
         settings = check_settings(vllm_config.kv_transfer_config.kv_connector_extra_config)
         if settings.blocks_per_chunk == "auto":
             one_block = structs.replace(settings, blocks_per_chunk=1)

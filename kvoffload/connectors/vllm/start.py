@@ -185,6 +185,29 @@ def check_parallel(parallel: Any) -> None:
         )
 
 
+def check_experts(config: Any) -> None:
+    """Refuse to return the experts of tokens where vLLM looks for those of loaded ones, too.
+
+    It keeps them in memory of its own. Version 0.33 takes no tokens from a connector that it has
+    none of.
+
+    Args:
+        config: vLLM's ``AuxOutputConfig``.
+
+    Raises:
+        ConfigError: names the option and the remedy.
+    """
+    from vllm.distributed.aux_output_connector.connector import AuxOutputSchedulerConnector
+
+    if config.enabled and not hasattr(AuxOutputSchedulerConnector, "cap_external_hit"):
+        raise ConfigError(
+            "enable_return_routed_experts",
+            True,
+            "vLLM 0.32 ends at the first prompt with loaded tokens, whose experts it has not; "
+            "install vLLM 0.33, or leave the option or this connector out",
+        )
+
+
 _HOOKED = "_kvoffload_hook"
 
 
