@@ -176,6 +176,12 @@ def warn_of_images(vllm_config: Any, settings: VllmConfigSettings) -> None:
     """Say at the start what becomes of requests with images."""
     if not vllm_config.model_config.is_multimodal_model:
         return
+    if vllm_config.model_config.multimodal_config.allow_missing_mm_embeddings:
+        log.warning(
+            "kvoffload: vLLM takes embeddings of media from every client here, and requests that "
+            "leave them out. One of a wrong shape ends the engine: let the gateway remove content "
+            "parts whose type ends in _embeds."
+        )
     if are_counted(vllm_config):
         log.warning(
             "kvoffload: requests with images stay out of all tiers, because vLLM names images by a "

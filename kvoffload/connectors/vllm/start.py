@@ -255,6 +255,30 @@ def _around_lookup(look_up: Callable[[Any], Any], kv_transfer_config: Any) -> An
     return found
 
 
+def ask_for_embeddings() -> None:
+    """Let vLLM take embeddings of media from clients only where it is asked to. Idempotent.
+
+    It takes each engine with a connector of our role for one whose clients send embeddings of
+    media, or nothing in their place. An embedding of a wrong shape ends an engine.
+    """
+    from vllm.config import VllmConfig
+
+    if hasattr(VllmConfig, "_resolve_mm_embedding_inputs"):
+        hook(VllmConfig, "_resolve_mm_embedding_inputs", _around_embeddings)
+
+
+def _around_embeddings(resolve: Callable[[Any], None], config: Any) -> None:
+    transfer = config.kv_transfer_config
+    if transfer is None or transfer.kv_connector != CONNECTOR:
+        resolve(config)
+        return
+    config.kv_transfer_config = None
+    try:
+        resolve(config)
+    finally:
+        config.kv_transfer_config = transfer
+
+
 # ---- Versions ----
 
 FIRST = (0, 32)

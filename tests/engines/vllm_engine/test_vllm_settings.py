@@ -159,7 +159,7 @@ def test_hashes_that_clients_can_collide_are_refused_where_tiers_keep_chunks(alg
 def test_the_start_says_what_becomes_of_images(caplog, trusts):
     caplog.set_level("INFO")
     settings = read_settings({"cpu_bytes": 1 << 20, "trust_image_uuids": trusts})
-    media = types.SimpleNamespace(mm_processor_cache_gb=4)
+    media = types.SimpleNamespace(mm_processor_cache_gb=4, allow_missing_mm_embeddings=False)
     model = types.SimpleNamespace(is_multimodal_model=True, multimodal_config=media)
     cache = types.SimpleNamespace(enable_prefix_caching=False)
     config = types.SimpleNamespace(model_config=model, cache_config=cache)
@@ -170,9 +170,27 @@ def test_the_start_says_what_becomes_of_images(caplog, trusts):
     media.mm_processor_cache_gb = 0
     warn_of_images(config, settings)
     assert "by a counter" in caplog.records[-1].getMessage()
+    media.allow_missing_mm_embeddings = True
+    warn_of_images(config, settings)
+    assert "type ends in _embeds" in caplog.records[-2].getMessage()
     model.is_multimodal_model = False
     warn_of_images(config, settings)
-    assert len(caplog.records) == 2
+    assert len(caplog.records) == 4
+
+
+@pytest.mark.parametrize("asked", [False, True])
+def test_clients_send_embeddings_of_media_only_where_vllm_is_asked_to_take_them(models, asked):
+    """For vLLM each engine with a connector of both roles gets them; a wrong one ends an engine."""
+    config = config_of(models("blip2"), enable_mm_embeds=asked)
+    media = config.model_config.multimodal_config
+    assert media.enable_mm_embeds is asked
+    assert not media.allow_missing_mm_embeddings
+    assert config.kv_transfer_config.kv_connector == "KVOffloadConnector"
+    several = {"connectors": [{"kv_connector": "KVOffloadConnector", "kv_role": "kv_both"}]}
+    config.kv_transfer_config.kv_connector = "MultiConnector"
+    config.kv_transfer_config.kv_connector_extra_config = several
+    config._resolve_mm_embedding_inputs()
+    assert media.allow_missing_mm_embeddings, "another one of them may bring what is left out"
 
 
 @pytest.mark.parametrize(
