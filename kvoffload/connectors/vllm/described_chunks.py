@@ -78,5 +78,4 @@ class DescribedChunks(OffloadingEventsTracker):  # type: ignore[misc]  # untyped
         )
 
     def reset(self) -> None:
-        super().reset()
-        self._noted.clear()
+        """Keep what is described: the events of the chunks that a reset removes come after it."""

@@ -122,6 +122,7 @@ class Operators(Operated):
             self._name, self._answers = uuid.uuid4().hex, {}
             half.tiers.renew(self._name)
             half.adapter.manager.replace_tiers(half.tiers.tiers)
+            half.tell_emptied()
             half.adapter.changes += 1
             self.emptied = self._name, tier
             while len(self._answers) < half.config.num_workers:

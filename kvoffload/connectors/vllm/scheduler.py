@@ -69,6 +69,9 @@ class KVOffloadScheduler(OffloadingConnectorScheduler):  # type: ignore[misc]  #
         vllm_config, kv_cache_config: vLLM's.
     """
 
+    _describes_chunks = False
+    """Whether events tell the tokens of chunks."""
+
     def __init__(
         self, spec: Any, settings: VllmConfigSettings, vllm_config: Any, kv_cache_config: Any
     ) -> None:
@@ -79,6 +82,9 @@ class KVOffloadScheduler(OffloadingConnectorScheduler):  # type: ignore[misc]  #
         tracker: Any = self._events_tracker
         if tracker.self_describing_enabled:
             self._events_tracker: Any = DescribedChunks(tracker)
+            self._describes_chunks = True
+        self._told: list[Any] = []
+        """Events that were made before vLLM asks for some."""
         self.settings = settings
         self._workers: dict[int, WorkerInfo] = {}
         self.waits_for_workers = True
@@ -475,6 +481,7 @@ class KVOffloadScheduler(OffloadingConnectorScheduler):  # type: ignore[misc]  #
         self.empty_host_memory()
         if not self.settings.fixed_weights:
             self.generations.begin()
+        self.tell_emptied()
 
     def empty_host_memory(self) -> None:
         """Empty it between two steps; what is computing now is not stored any more.
@@ -489,3 +496,13 @@ class KVOffloadScheduler(OffloadingConnectorScheduler):  # type: ignore[misc]  #
         withheld_stores.bar_computing(self)
         self._due.again(self._req_status)
         self._table.mark_stale()
+
+    def tell_emptied(self) -> None:
+        """Make the events of what was removed, before chunks of the same keys are described."""
+        if self._describes_chunks:
+            self._told.extend(super().take_events())
+
+    def take_events(self) -> Iterable[Any]:
+        """See vLLM."""
+        told, self._told = self._told, []
+        return itertools.chain(told, super().take_events())

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 import urllib.request
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,7 @@ import pytest
 pytest.importorskip("vllm.version", reason="vLLM is not installed; see make test-vllm")
 
 from vllm.config import KVEventsConfig
+from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.events import OffloadingEventsTracker
 from vllm.v1.kv_offload.base import Medium, OffloadingKVEventsConfig
 
@@ -79,8 +81,9 @@ def test_events_carry_no_owner_and_media_that_routers_know(tier):
     assert places == {"CPU": "LOCAL", "STORAGE": "LOCAL" if tier == "disk" else "REMOTE"}
 
 
-def test_what_events_tell_of_a_chunk_is_forgotten_with_the_chunk(models, tmp_path, monkeypatch):
-    """vLLM's half waits until host memory gives the chunk up, and here it is on the disk alone."""
+@pytest.fixture
+def publishing(monkeypatch):
+    """Let halves make events that have tokens."""
     make_config = halves._vllm_config
 
     def with_events(*args):
@@ -89,9 +92,54 @@ def test_what_events_tell_of_a_chunk_is_forgotten_with_the_chunk(models, tmp_pat
         return config
 
     monkeypatch.setattr(halves, "_vllm_config", with_events)
+    return {"self_describing_kv_events": True, "weights_id": "w"}
+
+
+def test_after_new_weights_routers_find_no_chunk_of_the_old_ones(models, tmp_path, publishing):
+    """vLLM tells nothing of its own then: a router goes on with what it was told of us."""
     disk = {"type": "disk", "root": str(tmp_path / "kv"), "capacity": "4MiB", "min_free": 0}
-    extra = {"cpu_bytes": 0, "staging_bytes": "1MiB", "blocks_per_chunk": 1, "weights_id": "w"}
-    extra |= {"backends": [disk], "self_describing_kv_events": True}
+    extra = {"cpu_bytes": "4MiB", "blocks_per_chunk": 2, "backends": [disk], **publishing}
+    found = set()
+    with halves.Halves(models("llama"), ours(extra)) as rig:
+        rig.quiet()
+        publisher = rig.scheduler.kv_event_publisher
+        publisher.publish = lambda batch: note(batch.events)
+
+        def note(events):
+            for event in events:
+                if isinstance(event, AllBlocksCleared):
+                    found.clear()
+                    continue
+                here = {(event.medium, each) for each in event.block_hashes}
+                if isinstance(event, BlockRemoved):
+                    found.difference_update(here)
+                elif event.medium in KNOWN_MEDIA:
+                    assert event.token_ids, "no router finds a chunk without tokens"
+                    found.update(here)
+
+        prompt = random.Random(0).choices(range(3, 512), k=20 * halves.BLOCK + 3)
+
+        def ask():
+            rig.add(prompt, 2)
+            rig.quiet()
+            return Counter(medium for medium, _ in found)
+
+        whole = {"CPU": 20, "STORAGE": 20}
+        assert ask() == whole
+        rig.scheduler.connector.weights_may_have_changed("a call")
+        rig.quiet()
+        assert not found
+        assert rig.scheduler.reset_prefix_cache()
+        assert ask() == whole
+
+
+def test_what_events_tell_of_a_chunk_is_forgotten_with_the_chunk(
+    models, tmp_path, monkeypatch, publishing
+):
+    """vLLM's half waits until host memory gives the chunk up, and here it is on the disk alone."""
+    disk = {"type": "disk", "root": str(tmp_path / "kv"), "capacity": "4MiB", "min_free": 0}
+    extra = {"cpu_bytes": 0, "staging_bytes": "1MiB", "blocks_per_chunk": 1, "backends": [disk]}
+    extra |= publishing
     with halves.Halves(models("llama"), ours(extra)) as rig:
         rig.quiet()
         half = rig.scheduler.connector.connector_scheduler
