@@ -8,7 +8,7 @@ import contextlib
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from kvoffload.connectors.vllm.start import ask_for_embeddings, check_lookups, explained
+from kvoffload.connectors.vllm.start import check_lookups, explained, watch_configurations
 
 if TYPE_CHECKING:
     from kvoffload.connectors.vllm.connector import KVOffloadConnector
@@ -27,7 +27,7 @@ def register() -> None:
     with contextlib.suppress(ValueError):  # registered before
         KVConnectorFactory.register_connector("KVOffloadConnector", __name__, "KVOffloadConnector")
     check_lookups()
-    ask_for_embeddings()
+    watch_configurations()
 
 
 def __getattr__(name: str) -> Any:

@@ -255,19 +255,24 @@ def _around_lookup(look_up: Callable[[Any], Any], kv_transfer_config: Any) -> An
     return found
 
 
-def ask_for_embeddings() -> None:
-    """Let vLLM take embeddings of media from clients only where it is asked to. Idempotent.
+def watch_configurations() -> None:
+    """Check what vLLM makes of a configuration with our connector. Idempotent."""
+    from vllm.config import VllmConfig
+
+    for name, around in (
+        ("_resolve_mm_embedding_inputs", _around_embeddings),
+        ("_post_init_kv_transfer_config", _around_offloading),
+    ):
+        if hasattr(VllmConfig, name):
+            hook(VllmConfig, name, around)
+
+
+def _around_embeddings(resolve: Callable[[Any], None], config: Any) -> None:
+    """Let vLLM take embeddings of media from clients only where it is asked to.
 
     It takes each engine with a connector of our role for one whose clients send embeddings of
     media, or nothing in their place. An embedding of a wrong shape ends an engine.
     """
-    from vllm.config import VllmConfig
-
-    if hasattr(VllmConfig, "_resolve_mm_embedding_inputs"):
-        hook(VllmConfig, "_resolve_mm_embedding_inputs", _around_embeddings)
-
-
-def _around_embeddings(resolve: Callable[[Any], None], config: Any) -> None:
     transfer = config.kv_transfer_config
     if transfer is None or transfer.kv_connector != CONNECTOR:
         resolve(config)
@@ -277,6 +282,19 @@ def _around_embeddings(resolve: Callable[[Any], None], config: Any) -> None:
         resolve(config)
     finally:
         config.kv_transfer_config = transfer
+
+
+def _around_offloading(resolve: Callable[[Any], None], config: Any) -> None:
+    """Refuse the option with which vLLM puts its own connector in the place of any other."""
+    transfer, size_gib = config.kv_transfer_config, config.cache_config.kv_offloading_size
+    if size_gib is not None and transfer is not None and transfer.has_connector(CONNECTOR):
+        raise ConfigError(
+            "kv_offloading_size",
+            size_gib,
+            "vLLM would put its own connector in the place of this one; leave the option out, and "
+            "set cpu_bytes",
+        )
+    resolve(config)
 
 
 # ---- Versions ----

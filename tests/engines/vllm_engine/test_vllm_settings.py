@@ -178,6 +178,12 @@ def test_the_start_says_what_becomes_of_images(caplog, trusts):
     assert len(caplog.records) == 4
 
 
+def test_the_option_that_takes_vllms_own_connector_is_refused_with_the_remedy(models):
+    """It would do so without a word."""
+    with pytest.raises(ValueError, match=r"kv_offloading_size = 1.*: .*set cpu_bytes"):
+        config_of(models(), kv_offloading_size=1)
+
+
 @pytest.mark.parametrize("asked", [False, True])
 def test_clients_send_embeddings_of_media_only_where_vllm_is_asked_to_take_them(models, asked):
     """For vLLM each engine with a connector of both roles gets them; a wrong one ends an engine."""
