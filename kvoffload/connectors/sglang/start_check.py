@@ -30,6 +30,7 @@ def check_settings(result: None, args: Any) -> None:
         settings = read_settings(extra)
         check_version(settings.allow_untested_sglang)
         check_role(args)
+        check_sessions(args)
         check_hicache(args)
         if not settings.trust_image_hashes:
             check_media(settings, model_config_of(args))
@@ -73,6 +74,26 @@ def check_role(options: Any) -> None:
         raise ConfigError("disaggregation_mode", "decode", remedy)
     if options.enable_pd_role_switch and options.disaggregation_decode_enable_radix_cache:
         raise ConfigError("disaggregation_decode_enable_radix_cache", True, remedy)
+
+
+def check_sessions(options: Any) -> None:
+    """Refuse streaming sessions: the second request of one ends SGLang's scheduler.
+
+    It asks its radix cache for the node that storage goes on from, and a session has none there.
+    Source: ``Scheduler._prefetch_kvcache`` of SGLang.
+
+    Args:
+        options: SGLang's, of serving.
+
+    Raises:
+        ConfigError: names the option.
+    """
+    if options.enable_streaming_session:
+        remedy = (
+            "SGLang ends at the second request of a streaming session if it has a storage; leave "
+            "it out, or --hicache-storage-backend; other sessions work"
+        )
+        raise ConfigError("enable_streaming_session", True, remedy)
 
 
 def compile_hashes() -> None:

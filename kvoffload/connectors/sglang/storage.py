@@ -20,7 +20,7 @@ from sglang.srt.mem_cache.hicache_storage import (
     PoolTransferResult,
 )
 from sglang.srt.observability.metrics_collector import StorageMetrics
-from sglang.srt.runtime_context import get_disagg, get_parallel, process_model_config
+from sglang.srt.runtime_context import get_disagg, get_parallel, get_serving, process_model_config
 
 from kvoffload.backends.log_rate import Throttle
 from kvoffload.connectors.sglang.engine_facts import engine_facts
@@ -39,7 +39,12 @@ from kvoffload.connectors.sglang.page_facts import (
 )
 from kvoffload.connectors.sglang.page_store import PageStore, num_bytes
 from kvoffload.connectors.sglang.pages_in_place import Page
-from kvoffload.connectors.sglang.start_check import check_media, check_role, compile_hashes
+from kvoffload.connectors.sglang.start_check import (
+    check_media,
+    check_role,
+    check_sessions,
+    compile_hashes,
+)
 from kvoffload.connectors.sglang.weight_generations import WEIGHTS
 from kvoffload.errors import ConfigError
 from kvoffload.identity import namespace, short
@@ -179,6 +184,7 @@ class KVOffloadHiCache(HiCacheStorage):  # type: ignore[misc]  # untyped base
         """
         check_media(self._settings, process_model_config())
         check_role(get_disagg())
+        check_sessions(get_serving())
         check_hosts(self._config, self._settings.backends, get_parallel())
         compile_hashes()
         warn_of_small_pages(self._kv.pool.page_size, self._kv.page_bytes)

@@ -124,6 +124,8 @@ def attached(made, tmp_path, monkeypatch):
     monkeypatch.setattr(storage, "check_hooks", lambda: None)
     plain = types.SimpleNamespace(disaggregation_mode="null", enable_pd_role_switch=False)
     monkeypatch.setattr(storage, "get_disagg", lambda: plain)
+    serving = types.SimpleNamespace(enable_streaming_session=False)
+    monkeypatch.setattr(storage, "get_serving", lambda: serving)
     one_host = types.SimpleNamespace(nnodes=1, tp_size=2, pp_size=1)
     monkeypatch.setattr(storage, "get_parallel", lambda: one_host)
 

@@ -511,6 +511,17 @@ def test_a_decode_instance_is_refused_at_the_attach(attach, monkeypatch):
         attach(Pool())
 
 
+def test_streaming_sessions_are_refused(imported, attach, monkeypatch):
+    """The second request of a session ends SGLang's scheduler, whatever the storage is."""
+    options = "enable_hierarchical_cache=True, enable_streaming_session=True"
+    said = started(imported, {"trust_image_hashes": True}, options)
+    assert re.search("enable_streaming_session.*leave it out", said)
+    serving = types.SimpleNamespace(enable_streaming_session=True)
+    monkeypatch.setattr(storage, "get_serving", lambda: serving)
+    with pytest.raises(ConfigError, match="enable_streaming_session"):
+        attach(Pool())
+
+
 def test_engines_that_a_program_starts_in_processes_have_starts_of_their_own(imported):
     """Their weights would else have one name, also where each is sent other ones."""
     code = """
