@@ -215,7 +215,7 @@ class Session:
                     # Called also if the task is cancelled before it begins.
                     task.add_done_callback(partial(self._begin_late, message, tried))
             case Cancel():
-                if waiting := self._waiting.get(message.job):
+                if waiting := self._waiting.pop(message.job, None):
                     waiting.cancel()
                 self._jobs.cancel(message.job)
             case Borrow():
@@ -254,9 +254,10 @@ class Session:
         self, order: Load | Store, tried: asyncio.Event, waiting: "asyncio.Task[None]"
     ) -> None:
         """Begin a job once its store is open; without one, if it is late, refused or replaced."""
-        del self._waiting[order.job]
+        # Else it was cancelled: perhaps when the task had ended, or was about to.
+        is_wanted = self._waiting.pop(order.job, None) is waiting and not waiting.cancelled()
         # Not on a store of a later namespace: its bytes mean something else there.
-        is_current = self._tries.get(order.tier) is tried and not waiting.cancelled()
+        is_current = is_wanted and self._tries.get(order.tier) is tried
         store = self._stores.get(order.tier) if is_current else None
         self._begin(order, store)
 
@@ -296,6 +297,7 @@ class Session:
     def _end_waiting(self) -> None:
         for task in self._waiting.values():
             task.cancel()
+        self._waiting.clear()
 
     async def _open_in_time(
         self,

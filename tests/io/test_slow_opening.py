@@ -16,7 +16,7 @@ from kvoffload.errors import ConfigError
 from kvoffload.io import client as io_client
 from kvoffload.io import deadlines
 from kvoffload.io import server as io_server
-from kvoffload.io.protocol import Store
+from kvoffload.io.protocol import Cancel, Load, Store
 from kvoffload.testing.backends import keys_of
 from tests.support.small_disk import small_disk
 
@@ -187,6 +187,29 @@ def test_a_deadline_ends_an_order_that_waits_for_its_store(
     client.begin(Store(0, "disk", KEYS, list(range(4)), 4096), listener)
     until(lambda: listener.answers)
     assert listener.answers == [([False] * 4, "deadline", True)]
+
+
+def test_an_order_that_is_cancelled_as_its_store_opens_does_not_begin(
+    client, thread_rig, gate, until, listener
+):
+    thread_rig.store(client, "disk", KEYS, until)
+    session = client._peer.session
+    gate.is_open.clear()
+    client.renew("0" * 64, {}, [], None)
+    client.begin(order := Load(0, "disk", KEYS, list(range(4)), 4096), listener)
+    until(lambda: session._waiting)
+    tried = session._tries["disk"]
+    wake = tried.set
+
+    def set_and_cancel():  # what waits is woken, and a Cancel is read before it runs
+        wake()
+        session._take(Cancel(order.job))
+
+    tried.set = set_and_cancel
+    gate.is_open.set()
+    until(lambda: listener.answers)
+    assert listener.answers == [([False] * 4, "no_store", True)]
+    assert not session._waiting
 
 
 def test_a_reset_of_an_engine_does_not_wait_for_a_disk_that_hangs_as_it_opens(
