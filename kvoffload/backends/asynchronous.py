@@ -113,8 +113,12 @@ class AsyncChunkBackend(CountedBackend, ABC):
         await self.__each("write", len(keys), lambda i: self.delete(keys[i]), None)
 
     async def close(self) -> None:
-        if not self.begin_close():
-            return
+        if self.begin_close():
+            # Of a call that is cancelled, the task goes on: no later call would release anything.
+            self.__releasing = asyncio.create_task(self.__end(), name=CLOSING)
+            await asyncio.shield(self.__releasing)
+
+    async def __end(self) -> None:
         hung = self.__running
         if hung:
             _, hung = await asyncio.wait(hung, timeout=self.__close_s)

@@ -32,7 +32,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from kvoffload.backends.base import ReadResult, Written, check_lengths
-from kvoffload.backends.blocking_pool import BlockingPool, run_once, start_once
+from kvoffload.backends.blocking_pool import BlockingPool, begin_once, start_once
 from kvoffload.backends.counted import CountedBackend, Kind
 from kvoffload.backends.frames import Frames
 from kvoffload.backends.seals import Seal
@@ -113,8 +113,10 @@ class ChunkwiseBackend(CountedBackend, ABC):
 
     async def close(self) -> None:
         if self.begin_close():
-            await self.closing()
-            await self.end_runs()
+            try:
+                await self.closing()
+            finally:  # also after a cancellation: no later call would end them
+                await self.end_runs()
 
     # ---- for subclasses --------------------------------------------------------------------
 
@@ -278,16 +280,17 @@ class ThreadPoolBackend(ChunkwiseBackend):
         await pool.fill(answers, work, gave_up, self.interrupt, at_once, is_quick=is_quick)
 
     async def end_runs(self) -> None:
-        if await run_once(self.__close_pools):
-            await run_once(self.release)
+        # Of a call that is cancelled, the thread goes on.
+        await asyncio.shield(asyncio.wrap_future(begin_once(self.__end)))
+
+    def __end(self) -> None:
+        """Close the pools, and release what they use once all their threads have ended."""
+        ended = [pool.close() for pool in set(self.__pools.values())]
+        if all(ended):
+            self.release()
         else:  # a thread still uses what release() would take away
             log.warning("%s: a thread hangs; the store is closed when it returns", self.__name)
             start_once(self.__release_late)
-
-    def __close_pools(self) -> bool:
-        """Close the pools; return whether all threads ended."""
-        ended = [pool.close() for pool in set(self.__pools.values())]
-        return all(ended)
 
     def __release_late(self) -> None:
         for pool in set(self.__pools.values()):

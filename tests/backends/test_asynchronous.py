@@ -208,3 +208,20 @@ async def test_close_does_not_wait_for_a_client_that_hangs(caplog):
     await hung
     await asyncio.sleep(0.05)
     assert backend.released == 1
+
+
+async def test_a_close_that_is_cancelled_releases_all_the_same():
+    """The next close() does nothing: what the client holds would stay."""
+    backend, keys = Moving(), keys_of(1)
+    backend.gate.clear()
+    writing = asyncio.ensure_future(backend.write(keys, filled(keys)))
+    await asyncio.sleep(0.01)
+    closing = asyncio.ensure_future(backend.close())
+    await asyncio.sleep(0.01)
+    closing.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await asyncio.wait_for(closing, 10)
+    backend.gate.set()
+    assert await writing == [True]
+    await asyncio.sleep(0.05)
+    assert backend.released == 1

@@ -321,6 +321,33 @@ async def test_release_comes_once_and_last():
     assert backend.released == 1
 
 
+@pytest.mark.parametrize("turns", range(1, 6))
+async def test_a_close_that_is_cancelled_anywhere_releases_all_the_same(turns):
+    """The next close() does nothing: threads, descriptors and locks would stay."""
+
+    class Slow(Dictionary):
+        async def closing(self):
+            for _ in range(3):
+                await asyncio.sleep(0)
+
+    backend, keys = Slow(), keys_of(4)
+    backend.gate.clear()
+    writing = asyncio.ensure_future(backend.write(keys, filled(keys)))
+    await asyncio.sleep(0)
+    closing = asyncio.ensure_future(backend.close())
+    for _ in range(turns):
+        await asyncio.sleep(0)
+    for _ in range(2):  # impatient callers too
+        closing.cancel()
+        await asyncio.sleep(0.01)
+    with pytest.raises(asyncio.CancelledError):
+        await asyncio.wait_for(closing, 10)
+    backend.gate.set()
+    await writing
+    assert await until(lambda: backend.released)
+    assert backend.released == 1
+
+
 async def test_a_read_says_why_by_value():
     class Knowing(Dictionary):
         def load(self, key, into):

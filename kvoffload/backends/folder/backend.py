@@ -284,8 +284,10 @@ class FolderBackend(AsyncChunkBackend):
     async def close(self) -> None:
         if self.is_closed:
             return
-        await super().close()
-        self._housekeeper.stop()
+        try:
+            await super().close()
+        finally:  # also after a cancellation
+            self._housekeeper.stop()
         if not await run_once(self._housekeeper.join, self._mount.timeout_s):
             log.warning("%r: housekeeping hangs; its thread ends when the mount answers", self)
 

@@ -109,6 +109,16 @@ async def test_a_lookup_that_the_mount_fails_is_a_miss_with_a_reason(tmp_path):
     assert backend.counters()["lookup_io_ESTALE"] == 3
 
 
+async def test_a_close_that_is_cancelled_ends_housekeeping_all_the_same(tmp_path):
+    backend = open_folder(tmp_path / "share")
+    closing = asyncio.ensure_future(backend.close())
+    await asyncio.sleep(0)
+    closing.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await closing
+    assert await until(lambda: backend._housekeeper.join(0))
+
+
 async def test_a_hung_mount_is_given_up_by_the_deadline_and_threads_are_bounded(tmp_path, caplog):
     vfs, keys = StuckVfs(lambda call, path: False), keys_of(40)
     await stored(tmp_path / "share", keys, timeout_s=60.0)
