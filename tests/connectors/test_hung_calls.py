@@ -58,7 +58,7 @@ def hung(monkeypatch, plug_in):
 def connector(connect, hung, new_kv_caches, request):
     """A connector; its parameter is how long a load may take."""
     settings = {"cpu_bytes": SLOTS * 4096, "blocks_per_chunk": 1, "policy": "lru"}
-    settings |= {"load_timeout_s": getattr(request, "param", 0.2), "store_timeout_s": 0.2}
+    settings |= {"load_timeout_s": getattr(request, "param", 0.2), "store_timeout_s": 60.0}
     caches = new_kv_caches(num_blocks=64, page_bytes=(4096,))
     return connect({"type": "hung"}, {"type": "memory"}, caches=caches, **settings)
 
