@@ -122,6 +122,8 @@ class Session:
         self.loop = asyncio.get_running_loop()
         """Of the backends; other threads may call its ``call_soon_threadsafe``."""
         self._writer: asyncio.StreamWriter | None = None
+        self._is_ending = False
+        """Whether :meth:`end` was called, perhaps before there is a writer."""
         self._out: list[bytes] = []
         self._wanted: Open | None = None
         """The last message of what to open."""
@@ -149,6 +151,8 @@ class Session:
     async def serve(self, sock: socket.socket) -> None:
         """Serve until the engine's end is closed; then end its jobs and close the stores."""
         reader, self._writer = await asyncio.open_connection(sock=sock)
+        if self._is_ending:
+            self.end()
         self._spawn(self._tell_figures(), is_telling=True)
         try:
             num_taken = 0
@@ -503,6 +507,7 @@ class Session:
 
     def end(self) -> None:
         """End the session: the engine reads so, unless it is clogged, and the end of the socket."""
+        self._is_ending = True
         if self._writer is not None:
             self.send(Ending())
             self._flush()

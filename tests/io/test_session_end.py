@@ -21,6 +21,18 @@ async def test_a_connection_that_is_reset_is_no_error_in_the_log():
     assert not ended._log_traceback, "it is logged when it is collected"
 
 
+async def test_a_session_that_ends_before_it_has_its_connection_ends():
+    """A server that ends, or has other backends from now on, would serve this engine on."""
+    engine, ours = socket.socketpair()
+    session = Session(memoryview(bytearray(1)))
+    serving = asyncio.create_task(session.serve(ours))
+    await asyncio.sleep(0)
+    assert session._writer is None
+    session.end()
+    with engine:
+        await asyncio.wait_for(serving, 20)
+
+
 async def test_an_engine_that_reads_late_what_a_session_sent_last_ends_it_without_an_error():
     """It reads while the session waits for that, and asyncio has closed the transport then."""
     engine, ours = socket.socketpair()
