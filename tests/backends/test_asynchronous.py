@@ -3,7 +3,7 @@
 import asyncio
 
 import pytest
-from disk_parts import closed_later
+from disk_parts import closed_later, until
 
 from kvoffload.backends import asynchronous
 from kvoffload.backends.asynchronous import AsyncBackend
@@ -223,5 +223,4 @@ async def test_a_close_that_is_cancelled_releases_all_the_same():
         await asyncio.wait_for(closing, 10)
     backend.gate.set()
     assert await writing == [True]
-    await asyncio.sleep(0.05)
-    assert backend.released == 1
+    assert await until(lambda: backend.released)
