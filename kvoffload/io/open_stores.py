@@ -208,16 +208,22 @@ async def open_store(wanted: Open, i: int, places: dict[str, int]) -> OpenStore:
     return store
 
 
-async def until_open(open: Callable[[], Awaitable[_A]], refused: Callable[[Exception], None]) -> _A:
+async def until_open(
+    name: str, open: Callable[[], Awaitable[_A]], refused: Callable[[Exception], None]
+) -> _A:
     """Try to open a store until it is open; ``refused`` is called with the error of each try."""
-    pause_s = TRY_AGAIN_S
+    pause_s, tries = TRY_AGAIN_S, 1
     while True:
         try:
-            return await open()
+            opened = await open()
+            break
         except Exception as error:  # also of one that has no thread for it
             refused(error)
         await asyncio.sleep(pause_s)
-        pause_s = min(LONGEST_S, 2 * pause_s)
+        pause_s, tries = min(LONGEST_S, 2 * pause_s), tries + 1
+    if tries > 1:  # who has read of the refusals reads of their end, at the level of warnings
+        log.warning("the tier %s is open, at try %d", name, tries)
+    return opened
 
 
 def is_of_device(error: BaseException | None) -> bool:

@@ -327,7 +327,7 @@ class Session:
                 log.error("%s cannot be opened yet", name, exc_info=error)
             tried.set()
 
-        store = await until_open(partial(self._open_store, wanted, i, places), refused)
+        store = await until_open(name, partial(self._open_store, wanted, i, places), refused)
         await self._take_up(wanted, store, closing, running)
         tried.set()
 

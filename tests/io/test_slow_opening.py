@@ -304,8 +304,10 @@ def test_an_engine_starts_without_a_full_disk_and_has_it_once_there_is_room(
     assert disk.holds(KEYS[0]) is False
     refused = process_rig.load(client, "disk", KEYS)
     assert until(lambda: refused.answers) == [([False] * 4, "no_store", True)]
+    assert "the tier disk is open" not in caplog.text
     filler.unlink()
     until(lambda: client.tiers["disk"].holds(KEYS[0]))
+    assert until(lambda: "the tier disk is open, at try " in caplog.text)
     found = process_rig.load(client, "disk", KEYS)
     assert until(lambda: found.answers) == [([True] * 4, "", True)]
 

@@ -166,7 +166,7 @@ async def _open_layer(
         log.error("%s cannot be opened yet: %s", tier.name, error)
         _is_over(tried)
 
-    backend = await until_open(partial(open_tier, tier, namespace), refused)
+    backend = await until_open(tier.name, partial(open_tier, tier, namespace), refused)
     layer = OpenStore(tier.name, backend)
     if not await shared.add(layer):
         log.error("%s lists no chunks and came late: restart the server", tier.name)

@@ -347,7 +347,7 @@ async def test_a_backend_that_opens_late_is_told_what_it_has_missed(tmp_path, mo
 
 
 async def test_what_a_backend_has_that_is_not_open_yet_is_not_said_to_be_removed(
-    tmp_path, monkeypatch
+    tmp_path, monkeypatch, caplog
 ):
     monkeypatch.setattr(open_stores, "TRY_AGAIN_S", 0.01)
     root, keys = tmp_path / "kv", keys_of(2)
@@ -366,6 +366,7 @@ async def test_what_a_backend_has_that_is_not_open_yet_is_not_said_to_be_removed
     root.unlink()
     (tmp_path / "away").rename(root)
     await asyncio.wait(view._shared.opening.values())
+    assert "the tier disk is open, at try " in caplog.text
     assert await view.purge([OPEN.namespace]) == 2
     assert await view.contains(keys) == [False, False]
     await view.close()
