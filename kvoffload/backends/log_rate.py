@@ -5,6 +5,8 @@ import threading
 import time
 
 PERIOD_S = 1.0
+LASTING_S = 60.0
+"""Period of what a device or a file system refuses until an operator mends it."""
 
 
 class Throttle:

@@ -1,13 +1,16 @@
 """Many damaged chunks are many counts, and few lines of log."""
 
+import errno
 import logging
 import os
+import time
 
 from disk_parts import SIZE, open_disk, write
 
 from kvoffload.backends import log_rate
 from kvoffload.backends.log_rate import Throttle
 from kvoffload.testing.backends import keys_of, slots
+from tests.support.vfs import FailingVfs
 
 log = logging.getLogger("kvoffload.test")
 
@@ -47,3 +50,40 @@ async def test_many_damaged_files_are_few_lines_and_all_are_counted(tmp_path, ca
     lines = messages(caplog, "failed verification")
     assert 1 <= len(lines) <= 10
     assert str(tmp_path) in lines[0]
+
+
+async def test_a_disk_that_refuses_for_ten_minutes_is_a_line_a_minute_with_the_remedy(
+    tmp_path, caplog, monkeypatch
+):
+    real, later_s = time.monotonic, 0.0
+    monkeypatch.setattr(log_rate.time, "monotonic", lambda: real() + later_s)
+    gone = FailingVfs(0, errno.EROFS, sticky=True, when=lambda call, path: call == "unlink")
+    backend, keys = open_disk(tmp_path, vfs=gone, io="buffered"), keys_of(2)
+    await write(backend, keys)
+    gone.nth = 1
+    for _ in range(300):
+        later_s += 2.0
+        await backend.remove(keys[:1])
+    gone.heal()
+    assert backend.counters()["undeletable"] == 300
+    lines = messages(caplog, "cannot remove")
+    assert 2 <= len(lines) <= 11
+    assert str(tmp_path) in lines[0]
+    assert lines[0].endswith("Read-only file system; mount it for writing")
+
+
+async def test_a_device_that_fails_all_loads_for_ten_minutes_is_a_line_a_minute(
+    tmp_path, caplog, monkeypatch
+):
+    real, later_s = time.monotonic, 0.0
+    monkeypatch.setattr(log_rate.time, "monotonic", lambda: real() + later_s)
+    reads = ("preadv", "read_cached")
+    bad = FailingVfs(0, errno.EIO, sticky=True, when=lambda call, path: call in reads)
+    backend, keys = open_disk(tmp_path, vfs=bad, io="buffered"), keys_of(1)
+    await write(backend, keys)
+    bad.nth = 1
+    for _ in range(300):
+        later_s += 2.0
+        assert await backend.read(keys, slots(1, SIZE)) == [False]
+    bad.heal()
+    assert 2 <= len(messages(caplog, "cannot read")) <= 11

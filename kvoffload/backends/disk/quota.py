@@ -52,6 +52,8 @@ class Quota:
         self._owed = 0
         """What the file does not count yet; negative for released bytes."""
         self._closed = False
+        self.failure: OSError | None = None
+        """Why the last change could not be made: the device refused it; None: it did not."""
         self._recorded_bytes = 0
         """The figure as this process read it last."""
         self.changes = 0
@@ -139,6 +141,7 @@ class Quota:
         """Replace the figure by ``change(figure)`` unless that is None; return whether it was."""
         if self._closed:
             return False
+        self.failure = None
         try:
             if not lock_patiently(self._vfs, self._fd, fcntl.LOCK_EX, _LOCK_WAIT_S):
                 return False
@@ -151,7 +154,8 @@ class Quota:
             finally:
                 with contextlib.suppress(OSError):
                     self._vfs.flock(self._fd, fcntl.LOCK_UN)
-        except OSError:
+        except OSError as error:
+            self.failure = error
             return False
 
     def _write(self, resident: int, steps: int) -> bool:

@@ -9,11 +9,11 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING
 
-from kvoffload.backends.disk.chunk_file import bytes_on_disk
+from kvoffload.backends.disk.chunk_file import bytes_on_disk, reason_of
 from kvoffload.backends.disk.chunk_forms import Draft
 from kvoffload.backends.disk.index import Name
 from kvoffload.backends.disk.root_checks import remedy_of
-from kvoffload.backends.log_rate import Throttle
+from kvoffload.backends.log_rate import LASTING_S, Throttle
 
 if TYPE_CHECKING:
     from kvoffload.backends.disk.store import DiskStore
@@ -25,7 +25,7 @@ _FULL = {
     for number in (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 }
 """Reason why nothing can be written → the remedy."""
-_FULL_PAUSE_S, _FULL_LOG_S = 1.0, 60.0
+_FULL_PAUSE_S = 1.0
 _ROOM_TRIES = 4
 """Another process may take the room that an eviction made."""
 _MOST_CHUNKS, _MOST_BYTES, _MOST_SHARE = 8, 32 << 20, 16
@@ -72,7 +72,7 @@ class Space:
         self._waiting = 0
         """Stores that wait for an eviction."""
         self._paused_until = 0.0
-        self._full = Throttle(log, _FULL_LOG_S)
+        self._full = Throttle(log, LASTING_S)
 
     def reserve(self, chunk_bytes: int, most: int = 1) -> list[Room]:
         """Make room for a chunk, or for up to ``most``, and count it; empty: do not try.
@@ -129,9 +129,16 @@ class Space:
                 self.add_in_flight(-count * allocated_bytes)
         if not granted:
             if count == 1:
-                self._store.count("refused_capacity")
+                self._refused(self._root.quota.failure)
             return []
         return [*spares, *[None] * (count - len(spares))]
+
+    def _refused(self, failure: OSError | None) -> None:
+        """Count a chunk without room; where the disk refuses, no capacity is to blame."""
+        if failure is None:
+            self._store.count("refused_capacity")
+        else:
+            self.write_failed(reason_of(failure))
 
     def _collect_spares(self, spares: list[Draft], chunk_bytes: int, count: int) -> None:
         """Evict what would exceed the high watermark; add places that chunks can overwrite."""

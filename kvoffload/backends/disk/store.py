@@ -32,13 +32,13 @@ from kvoffload.backends.disk.index import Index, Name, name_of, split_name
 from kvoffload.backends.disk.options import DiskOptions
 from kvoffload.backends.disk.quarantine import Quarantine
 from kvoffload.backends.disk.root import RootHandle
-from kvoffload.backends.disk.root_checks import unusable
+from kvoffload.backends.disk.root_checks import remedy_of, unusable
 from kvoffload.backends.disk.segments import Segments
 from kvoffload.backends.disk.slots import MOST_RUN_BYTES, SlotDraft, Slots, runs_of
 from kvoffload.backends.disk.space import Reservation, Room, Space
 from kvoffload.backends.disk.vfs import Vfs
 from kvoffload.backends.header import NOT_DAMAGED, is_key, namespace_digest
-from kvoffload.backends.log_rate import Throttle
+from kvoffload.backends.log_rate import LASTING_S, Throttle
 from kvoffload.policies.tenant_order import TenantShares
 from kvoffload.registry import load_policy
 
@@ -65,7 +65,8 @@ class DiskStore(Counts):
         self._lock = threading.Lock()
         self._publishing = threading.Lock()
         self._large_writes = threading.BoundedSemaphore(options.write_threads or _LARGE_WRITES)
-        self._damaged, self._undeletable, self._unreadable = (Throttle(log) for _ in range(3))
+        self._damaged = Throttle(log)
+        self._undeletable, self._unreadable = (Throttle(log, LASTING_S) for _ in range(2))
         self._durable = options.durability == "fsync"
         make_policy = load_policy(options.policy)
         try:
@@ -452,8 +453,9 @@ class DiskStore(Counts):
                 pass  # another process removed it, and released its bytes
             except OSError as error:
                 self.count("undeletable")
-                path = self.files.path_of(name)
-                self._undeletable.warning("disk: cannot remove %s: %s", path, error)
+                path, why = self.files.path_of(name), error.strerror or error
+                text = "disk: cannot remove %s: %s; %s"
+                self._undeletable.warning(text, path, why, remedy_of(error))
                 self.space.removal_failed(reason_of(error))
                 return False
             self.note_removed(name, reason)

@@ -67,3 +67,17 @@ async def test_a_store_that_can_evict_nothing_of_a_read_only_disk_says_so(tmp_pa
     root = tmp_path.resolve()
     assert f"disk {root}: writing paused, io_EROFS; mount it for writing" in caplog.text
     vfs.is_read_only = False
+
+
+async def test_a_store_with_room_on_a_read_only_disk_is_not_said_to_lack_capacity(tmp_path, caplog):
+    vfs = ReadOnlyVfs()
+    backend = open_disk(tmp_path, form="segments", vfs=vfs, io="buffered")
+    assert await write(backend, keys_of(4)) == [True] * 4
+    vfs.is_read_only = True
+    assert await write(backend, keys_of(1, "more")) == [False]
+    assert await write(backend, keys_of(1, "later")) == [False]
+    counted = backend.counters()
+    assert counted["write_io_EROFS"] == counted["refused_full"] == 1
+    assert "refused_capacity" not in counted
+    assert f"disk {tmp_path.resolve()}: writing paused, io_EROFS; mount it" in caplog.text
+    vfs.is_read_only = False
