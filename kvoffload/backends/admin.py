@@ -90,7 +90,7 @@ class Collected(NamedTuple):
     going: Sequence[str] = ()
     """Each removed thing, for the report of a dry run."""
     failures: Sequence[str] = ()
-    """Each thing that could not be removed, and why."""
+    """What could not be removed, and why: a line for each reason is enough."""
 
     @classmethod
     def of_chunks(

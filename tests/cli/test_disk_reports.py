@@ -160,6 +160,19 @@ def test_gc_says_what_it_cannot_remove(root):
     assert report["not_removed"][0]["path"].endswith("2-bb")
 
 
+def test_gc_says_once_why_it_cannot_remove_many(root):
+    folders = {str(root / ".quarantine" / f"{i}-cc") for i in range(2, 7)}
+    for folder in folders:
+        os.mkdir(folder)
+    done = kvoffload("gc", str(root))
+    assert done.returncode == 1
+    (line,) = (line for line in done.stdout.splitlines() if "cannot be removed" in line)
+    assert line.startswith("cannot be removed: ")
+    assert line.endswith("), and 4 more: --json lists them")
+    report = answered("gc", str(root), code=1)
+    assert {each["path"] for each in report["not_removed"]} == folders
+
+
 def test_gc_makes_no_ledger_where_there_is_none(root):
     (root / ".ledger").unlink()
     assert answered("gc", str(root), "--older-than", "0s")["removed"] == 9

@@ -4,7 +4,7 @@ import math
 import mmap
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import compress
 from typing import Any, TypeVar
@@ -198,8 +198,15 @@ def collect(
     if unknown:
         summary += f"; of {unknown} of them it is not known whose they are"
     shown = [f"{kind} {human_bytes(each.allocated_bytes)} {each.path}" for kind, each, _ in garbage]
-    failures = [f"{each['path']} ({each['why']})" for each in failed]
-    return Collected(summary, figures, shown if dry_run else [], failures)
+    return Collected(summary, figures, shown if dry_run else [], [*_by_reason(failed)])
+
+
+def _by_reason(failed: Sequence[Mapping[str, str]]) -> Iterator[str]:
+    """Yield a line for each reason: a read-only file system keeps every chunk for the same one."""
+    for why, count in Counter(each["why"] for each in failed).items():
+        path = next(each["path"] for each in failed if each["why"] == why)
+        more = f", and {count - 1} more: --json lists them" if count > 1 else ""
+        yield f"{path} ({why}){more}"
 
 
 def _folder(found: DiskInspector, wanted: str) -> str:
