@@ -6,7 +6,7 @@ import re
 import time
 import urllib.error
 import urllib.request
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from http.client import HTTPException
@@ -46,7 +46,11 @@ COLUMNS = {
     "corrupt": "corrupt",
 }
 """Counter of a tier → its title."""
-LOOKUPS = page_name(names.LOOKUPS)
+LOOKUPS, EVENTS = page_name(names.LOOKUPS), page_name(names.TIER_EVENTS)
+UP = page_name(names.TIER_UP)
+_TROUBLE = re.compile(r"refused_.*|.*_lost_.*|(read|write|lookup)_(io_.*|full|stalled|unsafe)")
+"""Events of a tier that say why it is away, or does not store or load."""
+_MOST_REASONS = 3
 HITS, ALL = "lookups that hit", "lookups of all tiers"
 """What is summed up of it: for each tier, and for the engine."""
 OF_TIERS = {
@@ -57,7 +61,7 @@ OF_TIERS = {
     )},
     page_name(names.STORES_DROPPED): "dropped",
     page_name(names.CORRUPT_CHUNKS): "corrupt",
-    page_name(names.TIER_UP): "up",
+    UP: "up",
     page_name(names.LOAD_SECONDS) + "_count": "loads",
     page_name(names.LOAD_SECONDS) + "_sum": "load_seconds",
     HITS: "lookup_hits",
@@ -89,6 +93,10 @@ class Reading:
     """Of a server: its engines, by their processes."""
     notes: list[str] = field(default_factory=list)
     """What a store says of itself, for people."""
+    trouble: dict[tuple[str, str], float] = field(default_factory=dict)
+    """Events of tiers that are faults, by tier and reason."""
+    engines: Counter[str] = field(default_factory=Counter)
+    """How many say of each tier whether it is up."""
 
     @property
     def plain(self) -> dict[str, Any]:
@@ -194,17 +202,23 @@ def of_page(page: str) -> Reading:
     """
     sums: dict[tuple[str, str], float] = defaultdict(float)
     attached: dict[str, dict[str, float]] = {}
+    trouble, engines = defaultdict[tuple[str, str], float](float), Counter[str]()
     for name, labels, value in _series(page):
         if name in OF_ATTACHED:
             attached.setdefault(labels.get("engine", ""), {})[OF_ATTACHED[name]] = value
             continue
         tier = labels.get("tier", "")
+        if name == EVENTS:
+            if _TROUBLE.fullmatch(reason := labels.get("reason", "")):
+                trouble[tier, reason] += value
+            continue
+        engines[tier] += name == UP
         sums[name, tier] += value
         if name == LOOKUPS:
             sums[ALL, ""] += value
             if labels.get("result") == "hit":
                 sums[HITS, tier] += value
-    reading = Reading(attached=attached)
+    reading = Reading(attached=attached, trouble=trouble, engines=engines)
     for (metric, tier), value in sums.items():
         if tier and metric in OF_TIERS:
             reading.tiers.setdefault(tier, {})[OF_TIERS[metric]] = value
@@ -254,7 +268,9 @@ def _shown(now: Reading, last: Reading | None) -> RenderableType:
     for name, tier in now.tiers.items():
         before = last.tiers.get(name, {}) if last else {}
         hits = _hits(now, last, tier, before)
-        states.append({"tier": name, "state": _state(tier), **hits, **_fill(tier)})
+        states.append(
+            {"tier": name, "state": _state(tier, now.engines[name]), **hits, **_fill(tier)}
+        )
         if any(column in tier for column in COLUMNS):
             grown = ((column, _grown(tier, before, column)) for column in told)
             moves.append((name, *(_number(column, value / seconds) for column, value in grown)))
@@ -267,7 +283,7 @@ def _shown(now: Reading, last: Reading | None) -> RenderableType:
         parts.append(table_of(["tier", *numbers], moves, numbers=numbers))
     if now.attached:
         parts.append(_attached(now, last, seconds))
-    parts += [plain(line) for line in (*_lines(now), *now.notes)]
+    parts += [plain(line) for line in (*_reasons(now, last), *_lines(now), *now.notes)]
     return Group(*parts)
 
 
@@ -306,11 +322,13 @@ def _hits(
     }
 
 
-def _state(tier: Mapping[str, float]) -> str:
+def _state(tier: Mapping[str, float], engines: int) -> str:
     if "up" not in tier:
         return ""
     if not tier["up"]:
         return "DOWN"
+    if tier["up"] < engines:
+        return f"DOWN in {engines - tier['up']:.0f} of {engines}"
     return "breaker open" if tier.get("breakers_open") else "up"
 
 
@@ -324,6 +342,19 @@ def _fill(tier: Mapping[str, float]) -> dict[str, str]:
 
 def _number(column: str, value: float) -> str:
     return human_bytes(value) if column.endswith("_bytes") else f"{value:,.0f}"
+
+
+def _reasons(now: Reading, last: Reading | None) -> Iterator[str]:
+    """Yield why tiers are away, or refuse: what they counted since the last reading."""
+    grown = defaultdict[str, Counter[str]](Counter)
+    for (name, reason), count in now.trouble.items():
+        before = last.trouble.get((name, reason), 0.0) if last else 0.0
+        grown[name] += Counter({reason: int(max(0.0, count - before))})
+    for name, tier in now.tiers.items():
+        if reasons := grown[name].most_common(_MOST_REASONS):
+            yield f"{name}: {', '.join(f'{reason} {times:,}' for reason, times in reasons)}"
+        elif tier.get("up", 1.0) < now.engines[name]:
+            yield f"{name}: the engine's log says why it is down; kvoffload doctor examines it"
 
 
 def _lines(now: Reading) -> Iterator[str]:

@@ -160,6 +160,41 @@ kvoffload_load_seconds_count{tier="disk"} 20
         assert "waiting" not in shown  # an empty column
 
 
+def shown_of(now, last=None):
+    out = Console(width=100, file=io.StringIO())
+    out.print(_shown(now, last))
+    return out.file.getvalue()
+
+
+def test_a_tier_that_is_down_or_refuses_is_shown_with_its_reasons():
+    page = """
+kvoffload_tier_up{tier="redis"} 0
+kvoffload_tier_up{tier="disk"} 1
+kvoffload_tier_up{tier="s3"} 0
+kvoffload_tier_events_total{tier="redis",reason="connection_lost_unreachable"} 12
+kvoffload_tier_events_total{tier="redis",reason="read_lost_timeout"} 3
+kvoffload_tier_events_total{tier="disk",reason="write_io_EROFS"} 18
+kvoffload_tier_events_total{tier="disk",reason="evicted"} 4000
+"""
+    first = of_page(page)
+    lines = shown_of(first).splitlines()
+    assert "redis: connection_lost_unreachable 12, read_lost_timeout 3" in lines
+    assert "disk: write_io_EROFS 18" in lines
+    assert "s3: the engine's log says why it is down; kvoffload doctor examines it" in lines
+    later = of_page(page.replace("} 12", "} 14"))
+    lines = shown_of(later, first).splitlines()
+    assert "redis: connection_lost_unreachable 2" in lines
+    assert not any(line.startswith("disk: ") for line in lines)
+
+
+def test_a_tier_that_is_down_in_some_engines_of_a_page_is_not_said_to_be_up():
+    page = "".join(
+        f'kvoffload_tier_up{{engine="{i}",tier="disk"}} {int(i > 0)}\n' for i in range(4)
+    )
+    assert re.search(r"disk +\S+ DOWN in 1 of 4 ", shown_of(of_page(page)))
+    assert "DOWN" not in shown_of(of_page(page.replace("} 0", "} 1")))
+
+
 def test_a_page_without_hits_has_no_column_of_them():
     page = """
 kvoffload_load_bytes_total{tier="disk"} 5
