@@ -32,7 +32,7 @@ class Requests:
         self._verb, self._count, self._ask_for_reason = verb, count, ask_for_reason
         self.breaker = ShareBreaker()
         """While it is open, no request is sent but one now and then."""
-        self._saying = threading.Lock()
+        self._asking, self._saying = threading.Lock(), threading.Lock()
         self._said_s: dict[str, float] = {}
         self._owes_word = False
         """Whether the log says that these requests pause."""
@@ -78,15 +78,19 @@ class Requests:
             self._say(failure)
 
     def _say(self, failure: Failure) -> None:
+        if failure.is_vague:
+            if not self._asking.acquire(blocking=False):
+                return  # who asks will say it
+            try:
+                self._ask_for_reason()
+            except Failed as more:
+                failure = more.failure
+            finally:
+                self._asking.release()
         now = time.monotonic()
         with self._saying:
             if now < self._said_s.get(failure.reason, -SAY_AGAIN_S) + SAY_AGAIN_S:
                 return
             self._said_s[failure.reason], self._owes_word = now, True
-        if failure.is_vague:
-            try:
-                self._ask_for_reason()
-            except Failed as more:
-                failure = more.failure
         text = "object: %ss pause, until the bucket answers again: %s; %s"
         log.warning(text, self._verb, failure, failure.remedy)

@@ -98,6 +98,32 @@ def test_a_bucket_that_comes_and_goes_is_said_once(caplog):
     assert "answers again" in said[1]
 
 
+def test_another_reason_behind_an_answer_without_content_is_said_at_once(caplog):
+    """The answer to a HEAD is the same 403, whether the keys are wrong or the clock."""
+    reasons = iter(("refused_credentials", "refused_credentials", "refused_clock_skew"))
+
+    def tell():
+        raise Failed(Failure(next(reasons), "mend it", "403 Code", is_lasting=True))
+
+    def refused():
+        raise Failed(Failure("refused_forbidden", "grant it", "403", is_lasting=True))
+
+    requests = Requests("lookup", lambda reason: None, tell)
+    requests.breaker.pause_s = 0.0
+    for _ in range(3):
+        with pytest.raises(Failed):
+            requests.ask(refused)
+        assert requests.ask(lambda: 1) == 1
+    said = [record.getMessage().removeprefix("object: ") for record in caplog.records]
+    pause, again = "lookups pause, until the bucket answers again", "the bucket answers again"
+    assert said == [
+        f"{pause}: credentials (403 Code); mend it",
+        f"{again} (lookups)",
+        f"{pause}: clock skew (403 Code); mend it",
+        f"{again} (lookups)",
+    ]
+
+
 async def test_engines_send_no_list(s3):
     """A listing of a large bucket takes minutes and money."""
     backend, keys = open_backend("object", s3.options(), "n"), keys_of(3)
