@@ -164,6 +164,9 @@ def _check_info(info: Mapping[str, str]) -> list[Finding]:
     policy = info.get("maxmemory_policy", "noeviction")
     limited = f"maxmemory {human_bytes(limit)}, {policy}"
     memory = f"{human_bytes(used)} used, {number('evicted_keys'):,} keys evicted so far"
+    # A replica that joins makes the server fork, too. Before Redis 7 nothing tells them apart.
+    are_of_replicas = "rdb_saves" in info and number("connected_slaves")
+    has_forked = number("latest_fork_usec") and not are_of_replicas
     return [
         first_of(
             "version",
@@ -198,7 +201,7 @@ def _check_info(info: Mapping[str, str]) -> list[Finding]:
             "persistence",
             (number("aof_enabled"), "warning", "appendonly is on",
              "a cache needs no append-only file, which writes every chunk to disk; appendonly no"),
-            (number("rdb_saves") or number("latest_fork_usec"), "warning",
+            (number("rdb_saves") or has_forked, "warning",
              "the server takes snapshots",
              "each snapshot forks and may double the memory used; save ''"),
             (True, "ok", "none seen", ""),

@@ -6,9 +6,10 @@ background, at most twice a second; no load or store waits for it.
 
 import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from itertools import takewhile
 
+from kvoffload.backends.log_rate import Throttle
 from kvoffload.backends.redis.background import Background
 from kvoffload.backends.redis.connection import Address
 from kvoffload.backends.redis.discovery import (
@@ -24,6 +25,8 @@ from kvoffload.backends.redis.options import Access
 from kvoffload.backends.redis.resp import ServerError
 
 log = logging.getLogger(__name__)
+
+_SHOWN_SERVERS = 5
 
 
 class Topology:
@@ -42,6 +45,7 @@ class Topology:
         self.is_failing = False
         """Whether no server told at the last question who has which slots."""
         self._is_closed = self._warned = False
+        self._moves = Throttle(log)
         self._refresher = Background("kvoffload-redis-slots", self._refresh, lambda: None)
         self._is_cluster = access.target.kind == "cluster"
         if not access.target.kind:
@@ -146,5 +150,15 @@ class Topology:
                 table[start : stop + 1] = [self._node_at(address)] * (stop + 1 - start)
             self._slots = table
             used = {address for _, _, address in slots}
-            for address in [a for a in self._nodes if a not in used]:
+            gone = [address for address in self._nodes if address not in used]
+            for address in gone:
                 self._nodes.pop(address).close()
+        if gone:  # one that was left alone never comes back: what follows is told in its place
+            text = "redis: the store has left %s; it is at %s"
+            self._moves.warning(text, _named(gone), _named(used))
+
+
+def _named(addresses: Collection[Address]) -> str:
+    shown = ", ".join(sorted(map(str, addresses))[:_SHOWN_SERVERS])
+    more = len(addresses) - _SHOWN_SERVERS
+    return f"{shown} and {more} more" if more > 0 else shown

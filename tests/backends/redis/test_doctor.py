@@ -33,6 +33,8 @@ SOUND = {
     "latest_fork_usec": "0",
 }
 
+FORKED = {"latest_fork_usec": "7"}
+
 
 def access_of(url, **settings):
     return Access(RedisOptions(url=url, **settings))
@@ -120,7 +122,8 @@ async def test_a_sound_server_has_no_fault():
         ("memory", {"total_system_memory": "0"}, "ok", "12,345 keys"),
         ("persistence", {"aof_enabled": "1"}, "warning", "appendonly is on"),
         ("persistence", {"rdb_saves": "1"}, "warning", "takes snapshots"),
-        ("persistence", {"latest_fork_usec": "7"}, "warning", "takes snapshots"),
+        ("persistence", FORKED | {"connected_slaves": "0"}, "warning", "takes snapshots"),
+        ("persistence", FORKED, "ok", "none seen"),  # as for a replica that joined
     ],
 )
 async def test_each_field_of_info_has_a_finding(check, info, verdict, detail):
@@ -128,6 +131,13 @@ async def test_each_field_of_info_has_a_finding(check, info, verdict, detail):
     assert finding.verdict == verdict
     assert detail in finding.detail
     assert bool(finding.remedy) == (verdict != "ok")
+
+
+async def test_a_fork_of_a_server_that_counts_no_snapshots_counts_as_one():
+    before_7 = SOUND | FORKED
+    del before_7["rdb_saves"]
+    found = {finding.check: finding for finding in await examined(answering(before_7))}
+    assert found["persistence"].detail == "the server takes snapshots"
 
 
 async def test_a_server_without_info_is_still_examined():

@@ -196,7 +196,7 @@ async def test_clients_killed_all_the_time(server):
         await engine.back()
 
 
-async def test_sentinels_lead_to_the_new_master_after_a_failover(tmp_path):
+async def test_sentinels_lead_to_the_new_master_after_a_failover(tmp_path, caplog):
     master = RedisServer(tmp_path / "master")
     replica = RedisServer(tmp_path / "replica", "--replicaof", "127.0.0.1", str(master.port))
     watch = (
@@ -218,6 +218,8 @@ async def test_sentinels_lead_to_the_new_master_after_a_failover(tmp_path):
 
             await until(failed_over)
             assert "role:master" in replica.cli("info", "replication")
+            old, new = (f"127.0.0.1:{server.port}" for server in (master, replica))
+            assert f"redis: the store has left {old}; it is at {new}" in caplog.text
             await engine.back()
             sentinels[0].kill()
             servers.remove(sentinels[0])
