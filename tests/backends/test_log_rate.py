@@ -86,4 +86,6 @@ async def test_a_device_that_fails_all_loads_for_ten_minutes_is_a_line_a_minute(
         later_s += 2.0
         assert await backend.read(keys, slots(1, SIZE)) == [False]
     bad.heal()
-    assert 2 <= len(messages(caplog, "cannot read")) <= 11
+    lines = messages(caplog, "cannot read")
+    assert 2 <= len(lines) <= 11
+    assert lines[0].endswith(": io_EIO; see whether the device is well")

@@ -37,7 +37,13 @@ from kvoffload.backends.disk.segments import Segments
 from kvoffload.backends.disk.slots import MOST_RUN_BYTES, SlotDraft, Slots, runs_of
 from kvoffload.backends.disk.space import Reservation, Room, Space
 from kvoffload.backends.disk.vfs import Vfs
-from kvoffload.backends.header import NOT_DAMAGED, is_key, namespace_digest
+from kvoffload.backends.header import (
+    NOT_DAMAGED,
+    OTHER_KEY,
+    OTHER_VERSION,
+    is_key,
+    namespace_digest,
+)
 from kvoffload.backends.log_rate import LASTING_S, Throttle
 from kvoffload.policies.tenant_order import TenantShares
 from kvoffload.registry import load_policy
@@ -46,6 +52,12 @@ log = logging.getLogger(__name__)
 
 _LARGE_BYTES, _LARGE_WRITES = 1 << 20, 2
 """By default so many chunks above this length are written at once: more delay loads."""
+_REMEDIES = {
+    OTHER_VERSION: "; engines of two versions use the root: upgrade all",
+    OTHER_KEY: "; this engine lacks its key: give all engines of the root the same keys",
+    "io_EIO": "; see whether the device is well",
+}
+"""Reason why a chunk cannot be read → the remedy, where there is one."""
 _MAX_NAMESPACES = 1 << 16
 """A name has two bytes for the number."""
 
@@ -188,7 +200,8 @@ class DiskStore(Counts):
                 return self._missed(name, "missing", None)
         else:
             self.count(f"read_{reason}")
-            self._unreadable.warning("disk: cannot read %s: %s", self.files.path_of(name), reason)
+            path, remedy = self.files.path_of(name), _REMEDIES.get(reason, "")
+            self._unreadable.warning("disk: cannot read %s: %s%s", path, reason, remedy)
             if reason in NOT_DAMAGED:
                 self._pass_over(name, seen)
         return ReadResult.of(reason)

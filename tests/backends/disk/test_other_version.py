@@ -29,7 +29,7 @@ def change(root, key, offset=VERSION, value=2, more=b""):
 
 @OTHERS
 async def test_a_chunk_of_another_version_is_a_miss_stays_and_gives_way_to_a_store(
-    tmp_path, offset, value
+    tmp_path, offset, value, caplog
 ):
     backend = open_disk(tmp_path)
     good, other = keys_of(2)
@@ -37,6 +37,7 @@ async def test_a_chunk_of_another_version_is_a_miss_stays_and_gives_way_to_a_sto
     content = change(tmp_path, other, offset, value)
     assert await backend.read([other, good], slots(2, SIZE)) == [False, True]
     assert backend.counters() == {"read_other_version": 1}
+    assert "other_version; engines of two versions use the root: upgrade all" in caplog.text
     assert file_of(tmp_path, other).read_bytes() == content
     assert not list((tmp_path / ".quarantine").iterdir())
     assert not backend.holds(other)
