@@ -297,7 +297,7 @@ class FolderBackend(AsyncChunkBackend):
         """Return the bytes under the root that the evictor counted, and the chunks known here."""
         keeper = self._housekeeper
         gauges = {
-            "up": int(not self._mount.is_stalled),
+            "up": int(not (self._mount.is_stalled or keeper.is_away)),
             "evictor": int(keeper.is_evictor),
             "hosts": keeper.num_hosts,
         }
@@ -364,7 +364,7 @@ class FolderBackend(AsyncChunkBackend):
     def _say(self, kind: str, text: str, *values: object) -> None:
         """Log a failure that may last: one line for each kind in :data:`SAY_AGAIN_S`."""
         throttle = self._said.setdefault(kind, Throttle(log, SAY_AGAIN_S))
-        throttle.warning(f"%r: {text}", self, *values)
+        throttle.warning(f"folder %s: {text}", self._root.path, *values)
 
     async def _look(self, keys: Sequence[bytes]) -> list[bool]:
         return await self._asked(

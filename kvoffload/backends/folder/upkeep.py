@@ -94,6 +94,8 @@ class Housekeeper:
         """Whether it is this process's turn to evict."""
         self.num_hosts = 1
         """Processes that the evictor counts."""
+        self.is_away = False
+        """Whether the root was not there at the last look."""
         self._said: dict[tuple[str, int | None], Throttle] = {}
         """By text and error number."""
         self._differing_capacity = 0
@@ -279,8 +281,16 @@ class Housekeeper:
     def _look_at_root(self) -> None:
         if time.monotonic() - self._looked_s < _LOOK_S:
             return
-        self._looked_s = time.monotonic()
-        if self._root.look_again():
+        self._looked_s, was_away = time.monotonic(), self.is_away
+        try:
+            is_other = self._root.look_again()
+        except OSError:
+            self.is_away = True
+            raise
+        self.is_away = False
+        if was_away:
+            log.warning("folder %s: it is there again", self._root.path)
+        if is_other:
             log.warning("folder %s: another store has this name now", self._root.path)
             self._count("another_store")
             self._known.clear()

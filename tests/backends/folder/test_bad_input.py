@@ -215,17 +215,20 @@ async def test_a_root_that_is_emptied_is_an_empty_root(tmp_path, fast):
     assert await load(backend, keys) == [True] * 4
 
 
-async def test_a_mount_that_is_gone_leaves_its_place_empty(mounts, fast):
+async def test_a_mount_that_is_gone_leaves_its_place_empty(mounts, fast, caplog):
     """Without it the root is a folder of this host, which another store would fill."""
     backend, keys = open_folder(mounts[1]), keys_of(4)
     await store(backend, keys)
     unmount(mounts[1])
     assert await load(backend, keys) == [False] * 4
     assert await store(backend, keys) == [False] * 4
+    assert await until(lambda: backend.usage().gauges["up"] == 0)
     await asyncio.sleep(0.2)
     assert list(mounts[1].iterdir()) == []
     mount("--bind", *mounts)
-    assert await until(lambda: not backend._mount.is_stalled)
+    assert await until(lambda: backend.usage().gauges["up"] == 1)
+    assert f"folder {mounts[1]}: it is there again" in caplog.text
+    assert f"folder {mounts[1]}: a chunk cannot be stored" in caplog.text
     assert await load(backend, keys) == [True] * 4
 
 
