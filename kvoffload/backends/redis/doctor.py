@@ -220,7 +220,7 @@ def _is_local(address: Address) -> bool:
 
 _TLS_REMEDY = (
     "is the port a TLS port, does ca_file hold the issuer of the server's certificate, is it for "
-    "this name, and does the server ask for cert_file and key_file?"
+    "this name and in date, and does the server ask for cert_file and key_file?"
 )
 
 
