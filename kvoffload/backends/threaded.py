@@ -99,10 +99,7 @@ class ChunkwiseBackend(CountedBackend, ABC):
         )
 
     async def write(self, keys: Sequence[bytes], chunks: Sequence[memoryview]) -> list[Written]:
-        check_lengths(keys, chunks)
-        return await self.run_each(
-            "write", len(keys), lambda i: self.store(keys[i], chunks[i].cast("B")), False
-        )
+        return await self.store_each(keys, chunks)
 
     async def remove(self, keys: Sequence[bytes]) -> None:
         def discard(i: int) -> bool:
@@ -123,6 +120,18 @@ class ChunkwiseBackend(CountedBackend, ABC):
     def disown(self) -> None:
         """Answer False from now on and release nothing: a forked child has none of the threads."""
         self.begin_close()
+
+    async def store_each(
+        self, keys: Sequence[bytes], chunks: Sequence[memoryview], tenants: Sequence[bytes] = ()
+    ) -> list[Written]:
+        """Store chunks; with ``tenants``, one a key, ``store`` gets its chunk's as well."""
+        check_lengths(keys, chunks)
+
+        def store(i: int) -> Written:
+            whose = (tenants[i],) if tenants else ()
+            return self.store(keys[i], chunks[i].cast("B"), *whose)
+
+        return await self.run_each("write", len(keys), store, False)
 
     async def run_each(
         self, kind: Kind, items: int, work: Callable[[int], T], failed: T
@@ -357,15 +366,7 @@ class ThreadedBackend(ThreadPoolBackend):
         self, keys: Sequence[bytes], chunks: Sequence[memoryview], tenants: Sequence[bytes] = ()
     ) -> list[Written]:
         """See :meth:`Backend.write`; headers tell of ``tenants``, one a key, or none."""
-        if not tenants:
-            return await super().write(keys, chunks)
-        check_lengths(keys, chunks)
-        return await self.run_each(
-            "write",
-            len(keys),
-            lambda i: self.store(keys[i], chunks[i].cast("B"), tenants[i]),
-            False,
-        )
+        return await self.store_each(keys, chunks, tenants)
 
     def store(self, key: bytes, chunk: memoryview, tenant: bytes = b"") -> Written:
         header, stored = self.__frames.pack(key, chunk, tenant)

@@ -149,12 +149,8 @@ class RedisBackend(ThreadPoolBackend, RedisAdmin):
             self.count("write_present", sum(map(bool, ok)))
             self._info.note_use()
         left = [i for i, is_present in enumerate(ok) if not is_present]
-
-        def store(i: int) -> bool:
-            of_whom = tenants[left[i]] if tenants else b""
-            return self.store(keys[left[i]], chunks[left[i]].cast("B"), of_whom)
-
-        stored = await self.run_each("write", len(left), store, False)
+        whose = [tenants[i] for i in left] if tenants else ()
+        stored = await self.store_each([keys[i] for i in left], [chunks[i] for i in left], whose)
         for i, good in zip(left, stored, strict=True):
             ok[i] = good
         return ok

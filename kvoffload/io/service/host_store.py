@@ -9,7 +9,6 @@ from kvoffload.backends.base import (
     Spares,
     Usage,
     Written,
-    check_lengths,
 )
 from kvoffload.backends.changes import ChangedKeys
 from kvoffload.backends.frames import Frames
@@ -86,16 +85,11 @@ class HostStore(ThreadPoolBackend, LocalIndex, Spares):
     async def write(
         self, keys: Sequence[bytes], chunks: Sequence[memoryview], tenants: Sequence[bytes] = ()
     ) -> list[Written]:
-        check_lengths(keys, chunks)
-
-        def store(i: int) -> Written:
-            return self.store(keys[i], chunks[i].cast("B"), tenants[i] if tenants else b"")
-
         names = [self._number + key for key in keys]
         if tenants:
             self._memory.own(names, tenants)
         try:
-            answers: list[Written] = await self.run_each("write", len(keys), store, False)
+            answers = await self.store_each(keys, chunks, tenants)
         finally:
             self._memory.disown(names)
         self._memory.reorder(names[::-1])
