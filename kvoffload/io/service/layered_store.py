@@ -7,7 +7,7 @@ their chunks is told to each view, because an index has one reader.
 import asyncio
 import contextlib
 import logging
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Collection, Coroutine, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import compress
@@ -28,6 +28,7 @@ from kvoffload.backends.base import (
     check_lengths,
 )
 from kvoffload.backends.changes import ChangedKeys
+from kvoffload.backends.counted import Counts
 from kvoffload.backends.log_rate import Throttle
 from kvoffload.errors import ConfigError
 from kvoffload.io.loans import Lends
@@ -42,8 +43,6 @@ _failures = Throttle(logging.getLogger(__name__))
 
 MEMORY = "memory"
 """The name of the server's memory among the layers."""
-_MAX_REMOVALS = 1 << 16
-"""Removals kept for a session that may never ask; older ones are lost to it."""
 
 
 class SharedStore:
@@ -172,7 +171,7 @@ class SharedStore:
         for key, reason in left:
             if not self.holds(key):
                 for view in self.views:
-                    view.removals.append(Removal(key, reason))
+                    view.note_removal(key, reason)
 
     def written(self, keys: Sequence[bytes]) -> None:
         """Take in that these were stored: what a view has forgotten counts again."""
@@ -225,7 +224,7 @@ class SharedStore:
         return all(layer.is_told for layer in self.layers.values())
 
 
-class StoreView(Observable, Lends, Spares, Purges):
+class StoreView(Counts, Observable, Lends, Spares, Purges):
     """What one session sees of a shared store; made by :meth:`SharedStore.new_view`.
 
     A store goes to all layers, and succeeds if one has taken the chunk. A load asks them in turn;
@@ -235,11 +234,11 @@ class StoreView(Observable, Lends, Spares, Purges):
     is_shared = True
 
     def __init__(self, shared: SharedStore, lookup_s: float | None) -> None:
+        super().__init__()
         self._shared = shared
         self._lookup_s = lookup_s
         self._turns = Turns()
         self._is_closed = False
-        self.removals: deque[Removal] = deque(maxlen=_MAX_REMOVALS)
         self.spared: Collection[bytes] = ()
         """What this session's engine needs next."""
 
@@ -399,7 +398,7 @@ class StoreView(Observable, Lends, Spares, Purges):
 
     def take_removals(self) -> list[Removal]:
         self._shared.tell_removals()
-        return [self.removals.popleft() for _ in range(len(self.removals))]
+        return super().take_removals()
 
     async def describe(self, facts: Mapping[str, str]) -> None:
         await self._shared.describe(facts)
