@@ -209,6 +209,7 @@ class OffloadConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
         return name, getattr(self, name)
 
 
+_MOST_THREADS = 256
 _LONGEST_PATH = 107
 """Bytes of a socket's path: the kernel takes no more."""
 
@@ -225,6 +226,15 @@ def check_share(share: float) -> None:
     """Refuse what cannot be a tenant's part of a store; raises ConfigError."""
     if not 0 < share <= 1:
         raise ConfigError("tenant_share", share, "must be above 0, and at most 1")
+
+
+def check_threads(field: str, threads: int | None) -> None:
+    """Refuse a number of threads that no store needs: a typing error must not take the host down.
+
+    Raises ConfigError.
+    """
+    if threads is not None and not 1 <= threads <= _MOST_THREADS:
+        raise ConfigError(field, threads, f"must be 1 to {_MOST_THREADS}")
 
 
 def check_metrics_port(port: int | None) -> None:

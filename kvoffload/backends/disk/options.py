@@ -5,13 +5,11 @@ import os
 import msgspec
 
 from kvoffload.backends.disk.limits import Limits
-from kvoffload.config import ByteSize, check_share
-from kvoffload.errors import ConfigError
+from kvoffload.config import ByteSize, check_share, check_threads
+from kvoffload.errors import ConfigError, check_setting
 
 IO_MODES = ("auto", "direct", "buffered")
 DURABILITY = ("none", "fsync")
-MAX_THREADS = 256
-"""Far more than any device needs; a typing error must not take the host down."""
 
 
 class DiskOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -54,15 +52,11 @@ class DiskOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
         refuse_invalid_name(self.root)
         self.limits()  # refuses its own
         for field, choices in (("io", IO_MODES), ("durability", DURABILITY)):
-            if getattr(self, field) not in choices:
-                raise ConfigError(field, getattr(self, field), f"must be one of {choices}")
+            check_setting(self, field, getattr(self, field) in choices, f"must be one of {choices}")
         for field in ("read_threads", "write_threads"):
-            threads = getattr(self, field)
-            if threads is not None and not 1 <= threads <= MAX_THREADS:
-                raise ConfigError(field, threads, f"must be 1 to {MAX_THREADS}")
+            check_threads(field, getattr(self, field))
         check_share(self.tenant_share)
-        if not self.stall_s > 0:
-            raise ConfigError("stall_s", self.stall_s, "must be a positive number of seconds")
+        check_setting(self, "stall_s", self.stall_s > 0, "must be a positive number of seconds")
 
     def limits(self) -> Limits:
         """Return the limits that these settings ask for."""

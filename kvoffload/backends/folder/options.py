@@ -3,12 +3,9 @@
 import msgspec
 
 from kvoffload.backends.disk.options import refuse_invalid_name
-from kvoffload.config import ByteSize, check_share
-from kvoffload.errors import ConfigError
+from kvoffload.config import ByteSize, check_share, check_threads
+from kvoffload.errors import ConfigError, check_setting
 from kvoffload.extras import check_extra
-
-MAX_THREADS = 256
-"""More than any mount serves at once; a typing error must not take the host down."""
 
 
 class FolderOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -37,10 +34,8 @@ class FolderOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
         refuse_invalid_name(self.root)
         if ByteSize.parse(self.capacity, "capacity") == 0:
             raise ConfigError("capacity", int(self.capacity), "must be more than 0 bytes")
-        if not 1 <= self.threads <= MAX_THREADS:
-            raise ConfigError("threads", self.threads, f"must be 1 to {MAX_THREADS}")
-        if not self.timeout_s > 0:
-            raise ConfigError("timeout_s", self.timeout_s, "must be a positive number of seconds")
+        check_threads("threads", self.threads)
+        check_setting(self, "timeout_s", self.timeout_s > 0, "must be a positive number of seconds")
         check_share(self.tenant_share)
         if self.secret_file:
             check_extra("secret_file", self.secret_file)

@@ -11,14 +11,12 @@ from urllib.parse import urlsplit
 import msgspec
 
 from kvoffload.backends.secret_files import exposure
-from kvoffload.config import ByteSize
+from kvoffload.config import ByteSize, check_threads
 from kvoffload.errors import ConfigError, check_setting, shown
 from kvoffload.extras import check_extra
 
 Provider = Literal["s3", "gs", "az"]
 
-MAX_THREADS = 256
-"""A typing error must not take the host down."""
 _TEN_YEARS_S = 10 * 365 * 86400.0
 _SEGMENT = re.compile(r"[A-Za-z0-9!_.*'()=+@~-]+")
 """A part of a prefix that no provider escapes."""
@@ -82,7 +80,7 @@ class ObjectOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
         check("region", is_s3 or not self.region, "belongs to S3: leave it out")
         check("timeout_s", 0 < self.timeout_s <= 600, "must be 0 to 600 seconds, above 0")
         check("ttl_s", 1 <= self.ttl_s <= _TEN_YEARS_S, "must be 1 second to ten years")
-        check("threads", 1 <= self.threads <= MAX_THREADS, f"must be 1 to {MAX_THREADS}")
+        check_threads("threads", self.threads)
         check("max_inflight_bytes", self.max_inflight_bytes >= 1 << 20, "must be >= 1 MiB")
         self._check_secrets(place.provider)
 
