@@ -8,8 +8,6 @@ from disk_parts import closed_later, until
 from kvoffload.backends import asynchronous
 from kvoffload.backends.asynchronous import AsyncBackend
 from kvoffload.backends.base import ReadResult
-from kvoffload.backends.header import parse_header
-from kvoffload.backends.seals import ChecksumSeal
 from kvoffload.testing.backends import CHUNK_BYTES, filled, keys_of, slots, wrong_bytes
 from tests.backends import test_threaded
 
@@ -66,34 +64,13 @@ class TestEncrypted(test_threaded.TestEncrypted):
     new = Moving
 
 
+class TestVerified(test_threaded.TestVerified):
+    new = Moving
+
+
 class TestOneByOne(TestMoving):
     def open(self, namespace):
         return Moving(at_once=1)
-
-
-async def test_no_private_name_of_a_base_class_can_meet_one_of_a_subclass():
-    backend = closed_later(Moving())
-    assert test_threaded.private_names(backend) == set()
-
-
-async def test_a_header_tells_the_tenant():
-    backend, keys = closed_later(Moving()), keys_of(1)
-    assert await backend.write(keys, filled(keys), [b"a" * 16]) == [True]
-    assert ChecksumSeal().is_of(parse_header(backend.stored[keys[0]]), b"a" * 16) is True
-
-
-async def test_whatever_lies_under_a_key_is_verified_and_counted():
-    backend, keys = closed_later(Moving()), keys_of(5)
-    assert await backend.write(keys, filled(keys)) == [True] * 5
-    backend.stored[keys[0]] = backend.stored[keys[4]]
-    backend.stored[keys[1]] = backend.stored[keys[1]][:-1]
-    del backend.stored[keys[2]]
-    arrived, into = [], slots(5)
-    answers = await backend.read_each(keys, into, arrived.append)
-    assert [each.value for each in answers] == ["corrupt", "corrupt", "missing", "hit", "hit"]
-    assert sorted(arrived) == [3, 4]
-    assert wrong_bytes(keys, into, answers) == []
-    assert backend.counters() == {"corrupt_key": 1, "corrupt_payload": 1, "read_missing": 1}
 
 
 async def test_a_hit_is_what_was_verified_and_not_what_a_subclass_says():

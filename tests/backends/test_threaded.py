@@ -110,18 +110,6 @@ class Moving(ThreadedBackend):
         self.stored.pop(key, None)
 
 
-async def test_a_header_tells_the_tenant_to_those_who_know_it():
-    keys = keys_of(2)
-    for backend, seal in ((Moving(), ChecksumSeal()), (Moving(), SEAL)):
-        backend.encrypt_with(seal)
-        assert await backend.write(keys, filled(keys), [b"a" * 16, b""]) == [True] * 2
-        one, none = (parse_header(backend.stored[key]) for key in keys)
-        assert (seal.is_of(one, b"a" * 16), seal.is_of(one, b"b" * 16)) == (True, False)
-        assert seal.is_of(none, b"a" * 16) is None
-        assert await backend.read(keys, slots(2)) == [True] * 2
-        await backend.close()
-
-
 NATURAL = """closed counts pool pools threads runner read write load store fill each frames digest
     namespace lock failures release close shut_down counting header key chunks stall_s"""
 
@@ -381,49 +369,63 @@ def private_names(backend):
     return {name for name in names if not re.match("_abc_|_is_.*protocol", name)}
 
 
-def test_no_private_name_of_a_base_class_can_meet_one_of_a_subclass():
-    backend = Moving()
-    assert private_names(backend) == set()
-    asyncio.run(backend.close())
-
-
 def flipped(value):
     return value[:300] + bytes([value[300] ^ 1]) + value[301:]
 
 
-@pytest.mark.parametrize(
-    ("change", "reason", "result"),
-    [
-        (flipped, "corrupt_payload", ReadResult.CORRUPT),
-        (lambda value: value[:-1], "corrupt_payload", ReadResult.CORRUPT),
-        (lambda value: value[:100], "corrupt_header", ReadResult.CORRUPT),
-        (lambda value: b"", "corrupt_magic", ReadResult.CORRUPT),
-        (lambda value: b"x" + value, "corrupt_magic", ReadResult.CORRUPT),
-    ],
-)
-async def test_whatever_lies_under_a_key_is_verified_by_the_base_class(change, reason, result):
-    backend, keys = closed_later(Moving(threads=1)), keys_of(2)
-    assert await backend.write(keys, filled(keys)) == [True] * 2
-    backend.stored[keys[0]] = change(backend.stored[keys[0]])
-    into, arrived = slots(2), []
-    answers = await backend.read_each(keys, into, arrived.append)
-    assert (answers[0], answers[1]) == (result, True)
-    assert arrived == [1]
-    assert backend.counters() == {reason: 1}
+class TestVerified:
+    """What a base class does with the bytes that functions, or coroutines, only move."""
 
+    new = Moving
 
-async def test_a_chunk_of_another_key_namespace_or_length_is_a_miss():
-    backend, other, keys = closed_later(Moving()), closed_later(Moving("other")), keys_of(4)
-    await backend.write(keys[:3], filled(keys[:3]))
-    await other.write(keys[1:2], filled(keys[1:2]))
-    backend.stored[keys[0]] = backend.stored[keys[2]]
-    backend.stored[keys[1]] = other.stored[keys[1]]
-    answers = await backend.read(keys, slots(4))
-    assert [answer.value for answer in answers] == ["corrupt", "corrupt", "hit", "missing"]
-    answers = await backend.read(keys[2:3], slots(1, CHUNK_BYTES // 2))
-    assert [answer.value for answer in answers] == ["missing"]
-    counts = {"corrupt_key": 1, "corrupt_namespace": 1, "read_missing": 1, "read_length": 1}
-    assert backend.counters() == counts
+    async def test_no_private_name_of_a_base_class_can_meet_one_of_a_subclass(self):
+        assert private_names(closed_later(self.new())) == set()
+
+    async def test_a_header_tells_the_tenant_to_those_who_know_it(self):
+        keys = keys_of(2)
+        for backend, seal in ((self.new(), ChecksumSeal()), (self.new(), SEAL)):
+            backend.encrypt_with(seal)
+            assert await backend.write(keys, filled(keys), [b"a" * 16, b""]) == [True] * 2
+            one, none = (parse_header(backend.stored[key]) for key in keys)
+            assert (seal.is_of(one, b"a" * 16), seal.is_of(one, b"b" * 16)) == (True, False)
+            assert seal.is_of(none, b"a" * 16) is None
+            assert await backend.read(keys, slots(2)) == [True] * 2
+            await backend.close()
+
+    @pytest.mark.parametrize(
+        ("change", "reason", "result"),
+        [
+            (flipped, "corrupt_payload", ReadResult.CORRUPT),
+            (lambda value: value[:-1], "corrupt_payload", ReadResult.CORRUPT),
+            (lambda value: value[:100], "corrupt_header", ReadResult.CORRUPT),
+            (lambda value: b"", "corrupt_magic", ReadResult.CORRUPT),
+            (lambda value: b"x" + value, "corrupt_magic", ReadResult.CORRUPT),
+        ],
+    )
+    async def test_whatever_lies_under_a_key_is_verified_by_the_base_class(
+        self, change, reason, result
+    ):
+        backend, keys = closed_later(self.new()), keys_of(2)
+        assert await backend.write(keys, filled(keys)) == [True] * 2
+        backend.stored[keys[0]] = change(backend.stored[keys[0]])
+        into, arrived = slots(2), []
+        answers = await backend.read_each(keys, into, arrived.append)
+        assert (answers[0], answers[1]) == (result, True)
+        assert arrived == [1]
+        assert backend.counters() == {reason: 1}
+
+    async def test_a_chunk_of_another_key_namespace_or_length_is_a_miss(self):
+        backend, other, keys = closed_later(self.new()), closed_later(self.new("other")), keys_of(4)
+        await backend.write(keys[:3], filled(keys[:3]))
+        await other.write(keys[1:2], filled(keys[1:2]))
+        backend.stored[keys[0]] = backend.stored[keys[2]]
+        backend.stored[keys[1]] = other.stored[keys[1]]
+        answers = await backend.read(keys, slots(4))
+        assert [answer.value for answer in answers] == ["corrupt", "corrupt", "hit", "missing"]
+        answers = await backend.read(keys[2:3], slots(1, CHUNK_BYTES // 2))
+        assert [answer.value for answer in answers] == ["missing"]
+        counts = {"corrupt_key": 1, "corrupt_namespace": 1, "read_missing": 1, "read_length": 1}
+        assert backend.counters() == counts
 
 
 async def test_a_function_that_answers_true_without_a_byte_is_a_miss():

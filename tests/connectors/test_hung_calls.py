@@ -5,6 +5,7 @@ import threading
 
 import pytest
 
+from kvoffload.backends.blocking_pool import undisturbed
 from kvoffload.backends.memory import MemoryBackend, MemoryOptions
 from tests.support.manager_check import check
 from tests.support.random_model.sums import tables
@@ -28,11 +29,7 @@ class Hung(MemoryBackend):
             loop.call_soon_threadsafe(future.set_result, None)
 
         threading.Thread(target=wait, daemon=True).start()
-        while not future.done():
-            try:
-                await asyncio.shield(future)
-            except asyncio.CancelledError:
-                continue
+        await undisturbed(future)
 
     async def read(self, keys, into):
         if self.hung_verb == "read":

@@ -16,6 +16,7 @@ import time
 import msgspec
 
 from kvoffload import open_backend, registry
+from kvoffload.backends.blocking_pool import undisturbed
 from kvoffload.errors import ConfigError
 from kvoffload.testing.faults import FaultyBackend, Plan
 
@@ -111,11 +112,7 @@ class PlannedStore(FaultyBackend):
                 time.sleep(0.01)
 
         thread = asyncio.get_running_loop().run_in_executor(None, sleep)
-        while not thread.done():
-            try:
-                await asyncio.shield(thread)
-            except asyncio.CancelledError:
-                continue
+        await undisturbed(thread)
 
 
 class ShyStore(PlannedStore):

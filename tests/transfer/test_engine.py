@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from kvoffload import open_backend
+from kvoffload.backends.blocking_pool import undisturbed
 from kvoffload.config import parse_config
 from kvoffload.connectors.builder import TieredOffloadingSpec
 from kvoffload.io import deadlines
@@ -44,11 +45,7 @@ class StubbornBackend:
             into[0][:] = b"\xee" * len(into[0])
 
         thread = asyncio.get_running_loop().run_in_executor(None, hang)
-        while not thread.done():
-            try:
-                await asyncio.shield(thread)
-            except asyncio.CancelledError:
-                continue
+        await undisturbed(thread)
         return [False] * len(keys)
 
     async def write(self, keys, chunks):
