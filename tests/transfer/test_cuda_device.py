@@ -18,7 +18,7 @@ from kvoffload.transfer.cuda.stream_copier import StreamCopier
 from kvoffload.transfer.cuda.torch_device import CudaDevice
 from kvoffload.transfer.layout import ChunkLayout
 from kvoffload.transfer.slab import Slab
-from tests.support.fence_ends import ends
+from tests.support.fence_ends import ends, store_and_load
 
 NUM_BLOCKS = 32
 PORTION = 3 * 4096
@@ -47,19 +47,6 @@ def copying(*pages, per_chunk=1, num_slots=8, triton=True, **sizes):
     device = CudaDevice(caches, slab, triton=triton)
     with contextlib.closing(StreamCopier(caches, slab, layout, device, **sizes)) as copier:
         yield copier, caches, layout
-
-
-def store_and_load(copier, caches, moves, blocks):
-    """Copy blocks out and back; both transfers succeed and every byte is as it was."""
-    before = [entry.tensor.clone() for entry in caches.tensors]
-    for to_host in (True, False):
-        fence = copier.launch(moves, to_host, copier.record_fence())
-        assert ends(fence)
-        assert fence.error is None
-        with torch.inference_mode():
-            for entry in caches.tensors if to_host else ():
-                entry.tensor[blocks] = 0
-    assert all(torch.equal(e.tensor, b) for e, b in zip(caches.tensors, before, strict=True))
 
 
 @pytest.mark.parametrize("why", ["", "the driver is of CUDA 12.4"])
