@@ -325,6 +325,7 @@ def test_a_doctor_of_a_path_with_nothing_there_names_a_folder_and_a_server(tmp_p
     assert code == 2
     remedy = "; a server's socket is there once kvoffload serve runs"
     assert f"mkdir -p -m 700 {tmp_path}/s{remedy}" in err
+    assert not (tmp_path / "s").exists()
 
 
 @pytest.mark.parametrize("more", [["/tmp"], ["--type", "disk"], ["-o", "capacity=1GiB"]])

@@ -111,13 +111,6 @@ def test_a_folder_of_something_else_is_refused_and_left_alone(tmp_path):
     assert tree(tmp_path) == before
 
 
-def test_a_path_that_does_not_exist_is_not_made(tmp_path):
-    result = kvoffload("doctor", str(tmp_path / "kv"))
-    assert result.returncode == 2
-    assert f"mkdir -p -m 700 {tmp_path / 'kv'}" in result.stderr
-    assert not (tmp_path / "kv").exists()
-
-
 @pytest.mark.parametrize("command", ["doctor", "inspect"])
 @pytest.mark.parametrize("path", ["/proc/kv", "/sys/kv"])
 def test_where_no_folder_can_be_made_no_command_advises_to_make_one(command, path):

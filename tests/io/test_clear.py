@@ -35,6 +35,14 @@ def opened(rig, planned, tmp_path):
     return opened
 
 
+@pytest.fixture
+def client(rig, opened, until):
+    """The client of such a store, which has four chunks."""
+    client = opened()
+    rig.store(client, "planned", KEYS, until)
+    return client
+
+
 def held(client, until, tier="planned"):
     """Return what a store has, once it has listed all."""
     found = client.tiers[tier]
@@ -42,9 +50,7 @@ def held(client, until, tier="planned"):
     return [found.holds(key) for key in KEYS]
 
 
-def test_nothing_is_there_when_it_returns(rig, opened, until, tmp_path, caplog):
-    client = opened()
-    rig.store(client, "planned", KEYS, until)
+def test_nothing_is_there_when_it_returns(rig, client, until, tmp_path, caplog):
     assert len(files(tmp_path / "kv")) == 4
     clear(client)
     assert files(tmp_path / "kv") == []
@@ -54,9 +60,7 @@ def test_nothing_is_there_when_it_returns(rig, opened, until, tmp_path, caplog):
     assert list((tmp_path / "kv").glob("*/manifest.json"))
 
 
-def test_while_it_goes_on_jobs_are_answered_with_misses(rig, opened, planned, until):
-    client = opened()
-    rig.store(client, "planned", KEYS, until)
+def test_while_it_goes_on_jobs_are_answered_with_misses(rig, client, planned, until):
     planned.set(process=Process("slow_purge", 1.0))
     with pytest.raises(ConfigError, match=r"took 0\.1 s to open the tiers"):
         clear(client, 0.1)
@@ -69,9 +73,7 @@ def test_while_it_goes_on_jobs_are_answered_with_misses(rig, opened, planned, un
     rig.store(client, "planned", KEYS, until)
 
 
-def test_a_second_call_takes_the_place_of_one_that_goes_on(rig, opened, planned, until):
-    client = opened()
-    rig.store(client, "planned", KEYS, until)
+def test_a_second_call_takes_the_place_of_one_that_goes_on(client, planned, until):
     planned.set(process=Process("slow_purge", 60.0))
     with pytest.raises(ConfigError):
         clear(client, 0.1)
@@ -80,9 +82,7 @@ def test_a_second_call_takes_the_place_of_one_that_goes_on(rig, opened, planned,
     assert held(client, until) == [False] * 4
 
 
-def test_what_a_tier_cannot_remove_is_said_and_served(rig, opened, planned, until):
-    client = opened()
-    rig.store(client, "planned", KEYS, until)
+def test_what_a_tier_cannot_remove_is_said_and_served(client, planned, until):
     planned.set(process=Process("failed_purge"))
     with pytest.raises(OSError, match="planned: nobody is there"):
         clear(client)
@@ -136,9 +136,7 @@ def test_a_store_that_hangs_leaves_nothing_behind(rig, opened, planned, until, l
     assert files(tmp_path / "kv") == []
 
 
-def test_stores_that_cannot_be_opened_are_cleared_later(rig, opened, planned, until, monkeypatch):
-    client = opened()
-    rig.store(client, "planned", KEYS, until)
+def test_stores_that_cannot_be_opened_are_cleared_later(client, planned, until):
     planned.set(refuse="this")
     with pytest.raises(ConfigError, match="must be better"):
         clear(client)
@@ -157,9 +155,7 @@ def test_an_engine_that_ends_meanwhile_waits_for_nothing(rig, opened, planned, u
 
 
 @pytest.mark.parametrize("rig", ["process"], indirect=True)
-def test_an_io_process_that_dies_meanwhile_does_not_end_it(rig, opened, planned, until, tmp_path):
-    client = opened()
-    rig.store(client, "planned", KEYS, until)
+def test_an_io_process_that_dies_meanwhile_does_not_end_it(client, planned, until, tmp_path):
     planned.set(process=Process("slow_purge", 60.0))
     with pytest.raises(ConfigError):
         clear(client, 0.1)
@@ -223,9 +219,7 @@ def test_a_renewal_does_not_widen_what_is_to_be_removed(rig, planned, until, tmp
     assert held(client, until) == [True] * 4
 
 
-def test_what_is_wrong_is_told_without_a_wait(rig, opened, planned, until):
-    client = opened()
-    rig.store(client, "planned", KEYS, until)
+def test_what_is_wrong_is_told_without_a_wait(client, planned, until):
     planned.set(process=Process("failed_purge"))
     client.renew(NAMESPACE, {}, [NAMESPACE], None)
     until(lambda: client.outcome is not None)

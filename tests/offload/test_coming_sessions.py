@@ -14,6 +14,8 @@ from kvoffload.offload.host_cache import HostCache
 from kvoffload.policies import return_order
 from tests.support.manager_check import check
 
+CHUNKS = keys("p", 12)
+
 
 @pytest.fixture
 def clock(monkeypatch):
@@ -50,24 +52,22 @@ def reads(manager, clock, at_s):
 
 
 def test_the_chunks_of_a_session_come_shortly_before_it_returns(clock):
-    chunks = keys("p", 12)
-    manager = manager_of(chunks)
-    request(manager, "1", chunks, returns_in_s=30)
+    manager = manager_of(CHUNKS)
+    request(manager, "1", CHUNKS, returns_in_s=30)
     assert reads(manager, clock, 130 - LEAST_LEAD_S - 0.5) == []
-    assert reads(manager, clock, 130) == [*chunks]
-    assert manager.lookup_prefix(chunks, ReqContext("2")) == (12, False)
-    request(manager, "2", chunks, session="a", returns="never")
+    assert reads(manager, clock, 130) == [*CHUNKS]
+    assert manager.lookup_prefix(CHUNKS, ReqContext("2")) == (12, False)
+    request(manager, "2", CHUNKS, session="a", returns="never")
     assert not manager.waiting.requests
     assert not manager._host.claims
 
 
 def test_a_read_begins_earlier_where_the_tier_is_slow(clock, monkeypatch):
-    chunks = keys("p", 12)
-    manager = manager_of(chunks)
+    manager = manager_of(CHUNKS)
     monkeypatch.setattr(manager.promises, "read_s", lambda tier, num_bytes: 5.0)
-    request(manager, "1", chunks, returns_in_s=30)
+    request(manager, "1", CHUNKS, returns_in_s=30)
     assert reads(manager, clock, 130 - 5 * coming_sessions.MARGIN - 0.5) == []
-    assert reads(manager, clock, 130 - 5 * coming_sessions.MARGIN + 1) == [*chunks]
+    assert reads(manager, clock, 130 - 5 * coming_sessions.MARGIN + 1) == [*CHUNKS]
 
 
 @pytest.mark.parametrize(
@@ -75,17 +75,15 @@ def test_a_read_begins_earlier_where_the_tier_is_slow(clock, monkeypatch):
     [{"returns": "never", "session": "a"}, {"session": "a"}, {"returns_in_s": 60, "session": "a"}],
 )
 def test_what_a_session_says_last_counts(clock, told):
-    chunks = keys("p", 12)
-    manager = manager_of(chunks)
-    request(manager, "1", chunks, returns_in_s=30, session="a")
-    request(manager, "2", chunks, **told)
+    manager = manager_of(CHUNKS)
+    request(manager, "1", CHUNKS, returns_in_s=30, session="a")
+    request(manager, "2", CHUNKS, **told)
     assert reads(manager, clock, 150) == []
 
 
 def test_a_session_that_does_not_come_leaves_the_queue(clock):
-    chunks = keys("p", 12)
-    manager = manager_of(chunks)
-    request(manager, "1", chunks, returns_in_s=3, session="a")
+    manager = manager_of(CHUNKS)
+    request(manager, "1", CHUNKS, returns_in_s=3, session="a")
     reads(manager, clock, 103 + LATE_S - 0.5)
     assert len(manager._host.claims) == 12
     reads(manager, clock, 103 + LATE_S + 0.5)
@@ -113,20 +111,18 @@ def test_sessions_are_awaited_through_a_reset(clock):
 
 
 def test_without_a_share_for_the_queue_nothing_is_read(clock):
-    chunks = keys("p", 12)
-    manager = manager_of(chunks, waiting_share=0.0)
-    request(manager, "1", chunks, returns_in_s=3)
+    manager = manager_of(CHUNKS, waiting_share=0.0)
+    request(manager, "1", CHUNKS, returns_in_s=3)
     assert reads(manager, clock, 110) == []
 
 
 def test_chunks_that_are_read_for_an_awaited_session_are_its_tenant_s(clock):
-    chunks = keys("p", 12)
-    manager = manager_of(chunks, tenant_share=0.5)
+    manager = manager_of(CHUNKS, tenant_share=0.5)
     context = ReqContext("r", {"kvoffload": {"returns_in_s": 3}}, tenant=b"a")
-    manager.touch(chunks, context)
-    manager.retire(chunks, context)
+    manager.touch(CHUNKS, context)
+    manager.retire(CHUNKS, context)
     assert reads(manager, clock, 110)
-    assert manager._host.tenants_of(chunks) == [b"a"] * 12
+    assert manager._host.tenants_of(CHUNKS) == [b"a"] * 12
 
 
 def test_any_number_of_sessions_takes_bounded_memory():
@@ -164,14 +160,13 @@ def test_a_million_sessions_take_32_mib_at_most_with_all_that_is_noted_of_them(m
 
 @pytest.mark.parametrize("jump_s", [1e9, -1e9, 1e18, -1e18])
 def test_a_clock_that_jumps_loses_no_session_and_no_slot(clock, jump_s):
-    chunks = keys("p", 12)
-    manager = manager_of(chunks)
-    request(manager, "1", chunks, returns_in_s=3, session="a")
+    manager = manager_of(CHUNKS)
+    request(manager, "1", CHUNKS, returns_in_s=3, session="a")
     reads(manager, clock, 102.5)
     clock[0] += jump_s
     manager.serve_queue()
     check(manager)
-    request(manager, "2", chunks, returns_in_s=3, session="a")
+    request(manager, "2", CHUNKS, returns_in_s=3, session="a")
     clock[0] = 2e9
     manager.serve_queue()
     assert not manager.waiting.requests
@@ -181,17 +176,15 @@ def test_a_clock_that_jumps_loses_no_session_and_no_slot(clock, jump_s):
 
 
 def test_a_session_that_returns_in_years_leaves_room_for_others(clock):
-    chunks = keys("p", 12)
-    manager = manager_of(chunks)
+    manager = manager_of(CHUNKS)
     manager.coming.expect(b"far", keys("far", coming_sessions.MOST_CHUNKS), 1.7e9, b"")
-    request(manager, "1", chunks, returns_in_s=3)
-    assert reads(manager, clock, 103) == [*chunks]
+    request(manager, "1", CHUNKS, returns_in_s=3)
+    assert reads(manager, clock, 103) == [*CHUNKS]
 
 
 def test_a_session_whose_requests_load_from_no_tier_is_not_awaited(clock):
-    chunks = keys("p", 12)
-    manager = manager_of(chunks)
-    request(manager, "1", chunks, returns_in_s=3, max_load_tokens=0)
+    manager = manager_of(CHUNKS)
+    request(manager, "1", CHUNKS, returns_in_s=3, max_load_tokens=0)
     assert reads(manager, clock, 110) == []
 
 
