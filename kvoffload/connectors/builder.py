@@ -1,7 +1,7 @@
 """Builds both halves from settings: the manager, and the handlers with what they run on."""
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from kvoffload import registry
 from kvoffload.config import OffloadConfig, human_bytes
@@ -21,8 +21,7 @@ from kvoffload.offload.extents import ExtentCache
 from kvoffload.offload.geometry import HostGeometry
 from kvoffload.offload.host_cache import HostCache
 from kvoffload.offload.manager import Tier, TieredOffloadingManager
-from kvoffload.policies.base import Policy
-from kvoffload.policies.tenant_order import TenantOrder, TenantShares
+from kvoffload.policies.tenant_order import TenantShares, told_apart
 from kvoffload.transfer.base import Copier
 from kvoffload.transfer.engine import ROUTES, TransferEngine
 from kvoffload.transfer.factory import make_copier
@@ -52,7 +51,7 @@ def make_host_cache(
         first_row: the first row that may be used.
         tenants: the shares of tenants; used by this cache alone.
     """
-    new_policy = _policy_of(policy, tenants)
+    new_policy = told_apart(registry.load_policy(policy), tenants)
     host: HostCache
     if _differ(payload_bytes):
         geometry = HostGeometry.plan(num_rows * row_bytes, payload_bytes)
@@ -63,13 +62,6 @@ def make_host_cache(
     if tenants is not None:
         host.tell_tenants_apart(tenants)
     return host
-
-
-def _policy_of(name: str, tenants: TenantShares | None) -> Callable[[int], Policy]:
-    new_policy = registry.load_policy(name)
-    if tenants is None:
-        return new_policy
-    return lambda capacity: TenantOrder(new_policy(capacity), tenants)
 
 
 def tenants_of(config: OffloadConfig) -> TenantShares | None:

@@ -14,7 +14,7 @@ from kvoffload.backends.changes import ChangedKeys
 from kvoffload.policies.base import Policy
 from kvoffload.policies.kept_order import KeptOrder
 from kvoffload.policies.return_order import ReturnOrder
-from kvoffload.policies.tenant_order import TenantOrder, TenantShares
+from kvoffload.policies.tenant_order import TenantShares, told_apart
 from kvoffload.policies.told_return import LatestReturns, ToldReturn
 
 Name = bytes
@@ -70,7 +70,7 @@ class Index:
             tenants: shares of the tenants that :meth:`own` tells; used by this index alone.
         """
         self._tenants = tenants
-        self._make_policy = make_policy
+        self._make_policy = told_apart(make_policy, tenants)
         self._capacity_bytes = capacity_bytes
         self._lock = threading.Lock()
         self._sizes: OrderedDict[Name, int] = OrderedDict()
@@ -358,11 +358,9 @@ class Index:
         if self._order is None:
             # A policy takes its capacity in entries, estimated from the size of the first file.
             self._entries = max(1, self._capacity_bytes // max(_LEAST_BYTES, allocated_bytes))
-            policy = self._make_policy(self._entries)
             if self._tenants is not None:
                 self._tenants.limit(self._entries)
-                policy = TenantOrder(policy, self._tenants)
-            self._order = KeptOrder(policy, self._spared)
+            self._order = KeptOrder(self._make_policy(self._entries), self._spared)
             early, self._early_returns = self._early_returns, LatestReturns()
             for told in early.to_come():
                 self._expect(self._order, told)

@@ -22,7 +22,7 @@ from kvoffload.io.service.memory_file import MemoryFile, file_of, private_memory
 from kvoffload.io.service.namespace_shares import NamespaceOrder, NamespaceShares
 from kvoffload.policies.base import Policy
 from kvoffload.policies.kept_order import KeptOrder
-from kvoffload.policies.tenant_order import TenantOrder, TenantShares
+from kvoffload.policies.tenant_order import TenantShares, told_apart
 
 log = logging.getLogger(__name__)
 PIECE = 256 << 10
@@ -107,7 +107,8 @@ class HostMemory:
         self._tables = dict[bytes, _Parts]()
         """A namespace's number → its chunks by their keys, in parts: listing looks at no other."""
         self._num_chunks = 0
-        self._make_policy, self._tenants, self._shares = make_policy, tenants, shares
+        self._make_policy = told_apart(make_policy, tenants)
+        self._tenants, self._shares = tenants, shares
         self._spared: set[Name] = set()
         """What requests in the engines' queues need, whether it is here or not."""
         self._order: KeptOrder | None = None
@@ -439,16 +440,12 @@ class HostMemory:
             chunks = self.capacity_bytes // (blocks_of(size) * BLOCK)
             if self._tenants is not None:
                 self._tenants.limit(chunks)
-            make_policy = partial(self._new_policy, max(1, chunks))
+            make_policy = partial(self._make_policy, max(1, chunks))
             if self._shares is not None:
                 self._by_namespace = NamespaceOrder(make_policy, self._shares, _number_in)
             policy = make_policy() if self._by_namespace is None else self._by_namespace
             self._order = KeptOrder(policy, self._spared)
         return self._order
-
-    def _new_policy(self, chunks: int) -> Policy:
-        policy = self._make_policy(chunks)
-        return policy if self._tenants is None else TenantOrder(policy, self._tenants)
 
     def _remove(self, name: Name) -> None:
         if self._order is not None and not self._passed.pop(self._chunk(name), None):
