@@ -9,6 +9,7 @@ import time
 import urllib.request
 from pathlib import Path
 
+from tests.engines.vllm_engine.transfer_config import transfer_config
 from tests.support.engine_process import kill_group
 from tests.support.redis_server import free_port
 
@@ -21,20 +22,13 @@ class Server:
 
     def __init__(self, model, log, extra, *options, **environment):
         self.port, self.log_file = free_port(), log
-        transfer = {
-            "kv_connector": "KVOffloadConnector",
-            "kv_connector_module_path": "kvoffload.connectors.vllm",
-            "kv_role": "kv_both",
-            "kv_load_failure_policy": "recompute",
-            "kv_connector_extra_config": extra,
-        }
         with open(log, "w") as output:
             self.process = subprocess.Popen(
                 [
                     *(sys.executable, "-m", "vllm.entrypoints.openai.api_server"),
                     *("--model", model, "--served-model-name", "tiny", "--port", str(self.port)),
                     *("--load-format", "dummy", "--enforce-eager", "--block-size", "32"),
-                    *("--kv-transfer-config", json.dumps(transfer)),
+                    *("--kv-transfer-config", json.dumps(transfer_config(extra))),
                     *options,
                 ],
                 env={
@@ -72,14 +66,8 @@ class Server:
 
     def ask(self, prompt, headers=None, **fields):
         """Return what the model says after a prompt."""
-        body = {"model": "tiny", "prompt": prompt, "max_tokens": 2, "temperature": 0, **fields}
-        request = urllib.request.Request(
-            f"http://127.0.0.1:{self.port}/v1/completions",
-            json.dumps(body).encode(),
-            {"Content-Type": "application/json", **(headers or {})},
-        )
-        with urllib.request.urlopen(request, timeout=300) as answer:
-            return json.load(answer)["choices"][0]["text"]
+        body = {"model": "tiny", "prompt": prompt, "max_tokens": 2, **fields}
+        return completion(f"http://127.0.0.1:{self.port}", headers, **body)
 
     def post(self, path):
         """Ask for something that has no arguments and no answer."""
@@ -98,3 +86,14 @@ class Server:
 
     def kill(self):
         kill_group(self.process)
+
+
+def completion(url, headers=None, **body):
+    """Return what the model of a server says after a prompt."""
+    request = urllib.request.Request(
+        f"{url}/v1/completions",
+        json.dumps({"temperature": 0, **body}).encode(),
+        {"Content-Type": "application/json", **(headers or {})},
+    )
+    with urllib.request.urlopen(request, timeout=300) as answer:
+        return json.load(answer)["choices"][0]["text"]

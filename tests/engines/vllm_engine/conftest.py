@@ -21,6 +21,7 @@ import pytest
 
 from tests.engines.vllm_engine.outcomes import pytest_runtest_logreport, pytest_sessionfinish
 from tests.engines.vllm_engine.traffic import Traffic
+from tests.engines.vllm_engine.transfer_config import transfer_config
 from tests.support.engine_process import EngineProcess
 from tests.support.preloaded import Preloaded
 
@@ -105,13 +106,8 @@ class Engine(EngineProcess):
             **options,
         }
         if extra is not None:
-            settings["kv_transfer_config"] = {
-                "kv_connector": "KVOffloadConnector",
-                "kv_connector_module_path": "kvoffload.connectors.vllm",
-                "kv_role": "kv_both",
-                "kv_load_failure_policy": policy,
-                "kv_connector_extra_config": ONE_BLOCK | extra,
-            }
+            extra = ONE_BLOCK | extra
+            settings["kv_transfer_config"] = transfer_config(extra, kv_load_failure_policy=policy)
         settings.update(options)
         is_apart = settings["distributed_executor_backend"] == "mp"
         given = {

@@ -12,6 +12,7 @@ import time
 from collections import Counter
 
 import psutil
+from streaming import send
 from vllm import SamplingParams
 from vllm.lora.request import LoRARequest
 from vllm.sampling_params import StructuredOutputsParams
@@ -172,24 +173,12 @@ class RandomLoad:
         for name, (internal, segments) in list(self._sessions.items()):
             if segments:
                 if self._rng.random() < 0.1:
-                    self._sessions[name][0] = self._send(name, internal, segments.pop(0))
+                    internal = send(self._engine, name, internal, segments.pop(0), 1)
+                    self._sessions[name][0] = internal
                     if not segments:
-                        self._send(name, self._sessions[name][0], [0], resumable=False)
+                        send(self._engine, name, internal, [0], 1, resumable=False)
             elif internal not in self._core.scheduler.requests:
                 del self._sessions[name]
-
-    def _send(self, name, internal, tokens, resumable=True):
-        request = self._engine.input_processor.process_inputs(
-            request_id=internal or name,
-            prompt={"prompt_token_ids": tokens},
-            params=SamplingParams(max_tokens=1, temperature=0, ignore_eos=True),
-            supported_tasks=("generate",),
-            resumable=resumable,
-        )
-        if internal is None:
-            request.external_req_id = name
-        self._engine.engine_core.add_request(request)
-        return request.request_id
 
     # ---- what happens to an engine ----
 

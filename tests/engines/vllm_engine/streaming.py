@@ -17,21 +17,7 @@ def run_session(engine, segments, max_tokens, name):
         name: of the request.
     """
     core = engine.engine_core.engine_core
-    params = SamplingParams(max_tokens=max_tokens, temperature=0, ignore_eos=True)
     internal = None
-
-    def send(tokens, **more):
-        request = engine.input_processor.process_inputs(
-            request_id=internal or name,
-            prompt={"prompt_token_ids": tokens},
-            params=params,
-            supported_tasks=("generate",),
-            **more,
-        )
-        if internal is None:
-            request.external_req_id = name
-        engine.engine_core.add_request(request)
-        return request.request_id
 
     def step_until(is_over):
         for _ in range(STEPS):
@@ -46,9 +32,24 @@ def run_session(engine, segments, max_tokens, name):
         return core.scheduler.requests[internal].status.name == "WAITING_FOR_STREAMING_REQ"
 
     for segment in segments:
-        internal = send(segment, resumable=True)
+        internal = send(engine, name, internal, segment, max_tokens)
         step_until(waits)
     tokens = list(core.scheduler.requests[internal]._all_token_ids)
-    send([0])  # ends it
+    send(engine, name, internal, [0], max_tokens, resumable=False)  # ends it
     step_until(lambda: internal not in core.scheduler.requests)
     return tokens
+
+
+def send(engine, name, internal, tokens, max_tokens, *, resumable=True):
+    """Send a segment of a session; return vLLM's own name of it, which is None before the first."""
+    request = engine.input_processor.process_inputs(
+        request_id=internal or name,
+        prompt={"prompt_token_ids": tokens},
+        params=SamplingParams(max_tokens=max_tokens, temperature=0, ignore_eos=True),
+        supported_tasks=("generate",),
+        resumable=resumable,
+    )
+    if internal is None:
+        request.external_req_id = name
+    engine.engine_core.add_request(request)
+    return request.request_id

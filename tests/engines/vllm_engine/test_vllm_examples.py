@@ -28,6 +28,7 @@ from benchmarks.vllm_parts.engine import Engine, make_model
 from kvoffload import registry
 from kvoffload.config import convert
 from kvoffload.connectors.vllm.start import read_settings
+from tests.engines.vllm_engine.api_server import completion
 from tests.support.disk_chunks import stored_in
 from tests.support.engine_process import kill_group
 
@@ -145,13 +146,7 @@ def answers(url):
 
 
 def ask(url, model, prompt):
-    """Return what a server generates after a prompt."""
-    body = {"model": model, "prompt": prompt, "max_tokens": 8, "temperature": 0, "ignore_eos": True}
-    request = urllib.request.Request(
-        f"{url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
-    )
-    with urllib.request.urlopen(request, timeout=300) as answer:
-        return json.load(answer)["choices"][0]["text"]
+    return completion(url, model=model, prompt=prompt, max_tokens=8, ignore_eos=True)
 
 
 def test_the_compose_file():

@@ -12,6 +12,7 @@ from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from kvoffload.connectors.vllm import register
 from kvoffload.connectors.vllm.scheduler import KVOffloadScheduler
 from kvoffload.errors import ConfigError
+from tests.engines.vllm_engine.transfer_config import transfer_config
 
 pytestmark = pytest.mark.timeout(900)
 TIGHT = {"max_model_len": 192, "num_gpu_blocks_override": 7, "max_num_batched_tokens": 512}
@@ -32,18 +33,12 @@ def test_a_role_of_one_direction_is_refused_before_a_model_is_loaded(role):
 
 def beneath(role):
     """Return a configuration of ``MultiConnector`` in this role, with our connector in it."""
-    ours = {
-        "kv_connector": "KVOffloadConnector",
-        "kv_connector_module_path": "kvoffload.connectors.vllm",
-        "kv_role": "kv_both",
-        "kv_load_failure_policy": "recompute",
-        "kv_connector_extra_config": EXTRA,
-    }
+    connectors = [transfer_config(EXTRA)]
     return {
         "kv_connector": "MultiConnector",
         "kv_role": role,
         "kv_load_failure_policy": "recompute",
-        "kv_connector_extra_config": {"connectors": [ours]},
+        "kv_connector_extra_config": {"connectors": connectors},
     }
 
 

@@ -37,6 +37,7 @@ from kvoffload.messages import (
     Fetch,
     make_offload_key,
 )
+from tests.engines.vllm_engine.transfer_config import transfer_config
 from tests.support.disk_chunks import stored_in
 
 pytestmark = pytest.mark.timeout(600)
@@ -54,12 +55,6 @@ def workers(models, tmp_path, monkeypatch):
     def make(kind, layers, num_ranks=1, layout="LBHNC"):
         disk = {"type": "disk", "root": str(tmp_path / "kv"), "min_free": 0}
         extra = {"cpu_bytes": 16 << 20, "blocks_per_chunk": 1, "backends": [disk]}
-        transfer = {
-            "kv_connector": "KVOffloadConnector",
-            "kv_connector_module_path": "kvoffload.connectors.vllm",
-            "kv_role": "kv_both",
-            "kv_connector_extra_config": extra,
-        }
         config = EngineArgs(
             model=models(kind),
             load_format="dummy",
@@ -68,7 +63,7 @@ def workers(models, tmp_path, monkeypatch):
             max_model_len=512,
             tensor_parallel_size=num_ranks,
             distributed_executor_backend="mp" if num_ranks > 1 else None,
-            kv_transfer_config=transfer,
+            kv_transfer_config=transfer_config(extra),
         ).create_engine_config()
         config.cache_config.kv_cache_layout = layout
         groups = planning.get_kv_cache_groups(config, layers)
