@@ -4,7 +4,10 @@
 cancellations, is slow, raises, answers with the wrong length, says that it lacks what it has, and
 fills memory with garbage until its call returns. ``shy`` is the same without an index. ``rough`` is
 the disk tier on a device that is slow, hangs, is full and tears writes, with the policy ``moody``,
-which raises. Copies between the KV cache and host memory are late, in any order, and fail.
+which raises.
+
+An I/O process imports this module at its low priority: without torch, which would take it 1.2 s of
+a core, and a minute on a machine that is busy enough.
 """
 
 import asyncio
@@ -14,7 +17,6 @@ import hashlib
 import json
 import mmap
 import os
-import queue
 import random
 import struct
 import threading
@@ -24,18 +26,12 @@ from pathlib import Path
 from typing import ClassVar
 
 import msgspec
-import torch
 
 from kvoffload.backends.base import Spares
 from kvoffload.backends.changes import ChangedKeys
 from kvoffload.backends.disk.backend import DiskBackend, DiskOptions
 from kvoffload.backends.disk.cached_files import CachedFiles
 from kvoffload.policies.lru import LRUPolicy
-from kvoffload.transfer import factory
-from kvoffload.transfer.cpu.copier import CpuCopier
-from kvoffload.transfer.cuda.stream_copier import StreamCopier
-from tests.support.late_device import LateDevice
-from tests.support.planned_store import register
 from tests.support.vfs import HookedVfs
 
 KNOBS = ("hang", "hang_s", "slow", "slow_s", "raises", "length", "garbage", "refuses")
@@ -358,69 +354,3 @@ class Rough(DiskBackend):
         if options.form == "files":
             self._store.why_no_slots = "the model wants files"
         self.opened.add(self)
-
-
-class LateCopier(CpuCopier):
-    """Copies as a busy GPU does: late, and in any order; some fail, and some are refused."""
-
-    control, lag_s, has_streams = None, 0.0, False
-    """Set by the model. The second is of each copy, at most; the third: a GPU's are made."""
-
-    def __init__(self, *parts):
-        self._late, self._is_last = [], False
-        super().__init__(*parts)
-
-    def launch(self, *parts):
-        if self.control.strikes("copy_refused"):
-            raise RuntimeError("planned")
-        return super().launch(*parts)
-
-    def _next_job(self):
-        if not self._late and not self._is_last:
-            self._note(super()._next_job())
-        if self._late:
-            is_slow = self.control.strikes("copy_slow")
-            most_s = self.control.get("copy_slow_s") if is_slow else self.lag_s
-            time.sleep(most_s * self.control.draw.random())
-        with contextlib.suppress(queue.Empty):
-            while True:
-                self._note(self._queue.get_nowait())
-        return self._late.pop(self.control.draw.randrange(len(self._late))) if self._late else None
-
-    def _note(self, job):
-        if job is None:
-            self._is_last = True
-        else:
-            self._late.append(job)
-
-    def _copy(self, job):
-        if self.control.strikes("copy_fails"):
-            raise OSError("planned")
-        super()._copy(job)
-
-
-class FailingDevice(LateDevice):
-    """A GPU whose copies are late as well, and fail as planned, some of them enqueued."""
-
-    def copy(self, stream, copies, to_host, memory):
-        super().copy(stream, copies, to_host, memory)
-        if LateCopier.control.strikes("copy_fails"):
-            raise RuntimeError("planned")
-
-
-def late_copier(kv_caches, slab, layout):
-    """Make the copier of a CPU, or that of a GPU over memory of the CPU."""
-    if not LateCopier.has_streams:
-        return LateCopier(kv_caches, slab, layout)
-    device = FailingDevice(kv_caches, slab, LateCopier.control.draw.randrange(1 << 30))
-    return StreamCopier(kv_caches, slab, layout, device, stage_bytes=1 << 16)
-
-
-def install(folder, monkeypatch):
-    """Register these tiers here, and in the I/O processes started from here."""
-    names = ("hostile", "shy", "rough")
-    lines = "".join(f"{name} = {__name__}:{name.capitalize()}\n" for name in names)
-    groups = f"[kvoffload.backends]\n{lines}[kvoffload.policies]\nmoody = {__name__}:Moody\n"
-    register(folder, monkeypatch, groups)
-    monkeypatch.setattr(factory, "CpuCopier", late_copier)
-    torch.set_num_threads(1)  # the stand-in of a GPU would start more of them, some time

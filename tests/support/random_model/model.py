@@ -29,6 +29,7 @@ from tests.support.random_model import hostile, sums
 from tests.support.random_model.cache import KINDS, Memory
 from tests.support.random_model.engine import MODELS, VOCABULARY, ModelEngine, changeable
 from tests.support.random_model.faults import Faults, new_key, write_keys
+from tests.support.random_model.late_copies import LateCopier, install
 from tests.support.random_model.pages import PageEngine
 from tests.support.service_manager import ServiceManager
 
@@ -65,9 +66,9 @@ class Model:
         self.memory = Memory(KINDS[self.kind], draw.choice((64, 120)))
         self.control = hostile.Control(str(folder / "control"), seed)
         self.control.set()
-        hostile.LateCopier.control = self.control
-        hostile.LateCopier.has_streams = draw.random() < 0.3
-        hostile.LateCopier.lag_s = draw.choice((0.0, 0.001, 0.01))
+        LateCopier.control = self.control
+        LateCopier.has_streams = draw.random() < 0.3
+        LateCopier.lag_s = draw.choice((0.0, 0.001, 0.01))
         self.roots = []
         self.server = self.host = self.manager = None
         self.encrypted, self.key_files = [], []
@@ -466,7 +467,7 @@ class Model:
 
 def run(seed, seconds, folder, monkeypatch):
     """Run the model of a seed; a failure says all that replays and explains it."""
-    hostile.install(folder, monkeypatch)
+    install(folder, monkeypatch)
     paths = [str(folder / "site"), str(ROOT), os.environ.get("PYTHONPATH", "")]
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))  # of a server of the host
     monkeypatch.setattr(io_client, "SILENT_S", 1.0)
