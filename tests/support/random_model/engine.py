@@ -12,6 +12,8 @@ from tests.support.random_model.cache import UNIT
 
 LOAD_S, PAUSE_S = 20.0, 1.0
 """A load that takes longer hangs, but for times in which nothing polls."""
+TTL_S = 4.0
+"""So long that a chunk is loaded before, and so short that many expire in a run."""
 VOCABULARY = 50
 MODELS = ("random", "other")
 
@@ -21,13 +23,40 @@ def changeable(draw, keeps, most_blocks):
 
     Chunks of fewer blocks are smaller: host memory and the tiers have room for more of them.
     """
+    has_tenants = draw.random() < 0.75
     return {
+        "tenants": has_tenants,
+        "tenant_share": draw.choice((0.3, 0.6, 1.0)) if has_tenants else 1.0,
         "blocks_per_chunk": draw.choice([n for n in (1, 2, 4) if n <= most_blocks]),
         "policy": draw.choice(("lru", "handicap", "arc")),
         "store_threshold": draw.choice((1, 1, 2)) if keeps else 1,
         "promote": draw.random() < 0.7,
         "waiting_share": draw.choice((0, 0.3, 0.9, 0.9, 1)),
     }
+
+
+def rough(draw):
+    """Settings of a disk tier, but for those that decide its size and the number of its threads."""
+    return {
+        "stall_s": draw.choice((0.3, 2.0)),
+        "form": draw.choice(("slots", "files")),
+        "durability": draw.choice(("none", "none", "fsync")),
+        "policy": draw.choice(("moody", "lru", "handicap")),
+        "ttl_s": draw.choice((None, TTL_S)),
+    }
+
+
+def others(draw, tiers):
+    """Return the same tiers in another order, with settings that may change at a start."""
+    changed = [dict(tier) for tier in draw.sample(tiers, len(tiers))]
+    for tier in changed:
+        if "capacity" in tier:
+            tier["capacity"] = int(tier["capacity"] * draw.choice((0.5, 1, 1, 2)))
+        if "tenant_share" in tier:
+            tier["tenant_share"] = draw.choice((0.4, 1.0))
+        if tier["type"] == "rough":
+            tier |= rough(draw)
+    return changed
 
 
 @dataclass(eq=False)
@@ -100,7 +129,7 @@ class ModelEngine:
         self.memory = memory
         self.kind = memory.kind
         self.settings = settings
-        self._most_blocks = settings["blocks_per_chunk"]
+        self._most_blocks, self._tiers = settings["blocks_per_chunk"], settings.get("backends")
         self.counts = Counter()
         self._free = list(range(1, memory.num_blocks))  # block 0 stands for none
         self._cached = OrderedDict()
@@ -129,15 +158,17 @@ class ModelEngine:
         worker = self.connector._worker
         worker.get_finished = partial(_with_reasons, worker.get_finished)
 
-    def restart(self, timeout_s):
+    def restart(self, timeout_s, heal):
         """Close with whatever is in flight; nothing is written any more then. Begin again.
 
-        It may be with other weights or settings, and with the tiers in another order.
+        It may be with other weights or settings, and with the tiers in another order. ``heal`` ends
+        what goes wrong: calls that hang go on.
         """
         for request in [*self.waiting, *self.running, *self.loading.values()]:
             request.state = "gone"
         self.connector.close(timeout_s)
         before = self.memory.snapshot()
+        heal()
         time.sleep(0.05)
         for old, new in zip(before, self.memory.snapshot(), strict=True):
             assert old.equal(new), "bytes were written after the connector was closed"
@@ -149,7 +180,8 @@ class ModelEngine:
             keeps = bool(self.settings["cpu_bytes"])
             self.settings |= changeable(self.draw, keeps, self._most_blocks)
             self.model = self.draw.choice(MODELS)
-            self.draw.shuffle(self.settings.get("backends", []))
+            if self._tiers:
+                self.settings["backends"] = others(self.draw, self._tiers)
         self.start()
 
     def reset(self, waits):
@@ -387,6 +419,11 @@ class ModelEngine:
 
     def _put_back(self, blocks):
         self._free += blocks
+
+    @property
+    def chunk_tokens(self):
+        """Tokens after which each group has whole chunks alone."""
+        return self.kind.alignment * self.settings["blocks_per_chunk"]
 
     @property
     def lost_blocks(self):

@@ -16,6 +16,7 @@ import redis
 from kvoffload.connectors.control_server import _Order
 from tests.support import file_faults
 from tests.support.host_server import ClientProcess
+from tests.support.random_model.engine import others
 
 
 class Faults:
@@ -40,6 +41,7 @@ class Faults:
         self._roots = roots
         self._server = server
         self._host = host
+        self._host_settings = dict(host.settings) if host is not None else {}
         self._pages = pages
         self.key_files = []
         """Of tiers that encrypt."""
@@ -218,7 +220,18 @@ class Faults:
     def kill_host(self):
         if self._cure is None:
             self._draw.choice((self._host.kill, self._host.kill, self._host.stop))()
-            self._falls_ill(self._host.start)
+            self._falls_ill(self._start_host)
+
+    def _start_host(self):
+        """Start it again, maybe with other settings than those of its memory's last server."""
+        draw, first = self._draw, self._host_settings
+        if draw.random() < 0.5:
+            memory = int(first["memory"] * draw.choice((0.5, 1, 2)))
+            shares = {"namespace_min": draw.choice((0, memory // 4)), "namespace_max": memory}
+            backends = others(draw, first["backends"])
+            self._host.settings |= {"memory": memory, "backends": backends, **shares}
+            self._host.configure()
+        self._host.start()
 
     def stop_host(self):
         if self._cure is None:
@@ -344,8 +357,10 @@ class Faults:
         return loading if loading and self._draw.random() < 0.7 else self._engine.running
 
     def restart(self):
-        self.heal()  # an engine that starts on a broken device is told so
-        self._engine.restart(self._draw.choice((0.0, 0.5, 3.0)))
+        """Let an engine end in the midst of all; one that starts on a broken device is told so."""
+        if self._draw.random() < 0.5:
+            self.heal()
+        self._engine.restart(self._draw.choice((0.0, 0.5, 3.0)), self.heal)
 
     def restart_pages(self):
         self.heal()

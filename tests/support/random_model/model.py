@@ -27,7 +27,7 @@ from tests.support import redis_server
 from tests.support.host_server import ROOT, HostServer
 from tests.support.random_model import hostile, sums
 from tests.support.random_model.cache import KINDS, Memory
-from tests.support.random_model.engine import MODELS, VOCABULARY, ModelEngine, changeable
+from tests.support.random_model.engine import MODELS, VOCABULARY, ModelEngine, changeable, rough
 from tests.support.random_model.faults import Faults, new_key, write_keys
 from tests.support.random_model.late_copies import LateCopier, install
 from tests.support.random_model.pages import PageEngine
@@ -38,8 +38,6 @@ REST_EVERY_S = 2.0
 LONGER_S = 120.0
 STORES_S = sums.REST_S + LEASE_S + DEAD_S
 """A killed process of a folder keeps its lease for a while, and what it may have stored."""
-TTL_S = 4.0
-"""So long that a chunk is loaded before, and so short that many expire in a run."""
 REDIS_BYTES = 2 << 20
 """What a server takes for itself."""
 RETURNS = (
@@ -72,7 +70,7 @@ class Model:
         self.roots = []
         self.server = self.host = self.manager = None
         self.encrypted, self.key_files = [], []
-        self.capacities = {}
+        self.disks = []
         self.settings = self._settings(folder)
         self.engine = ModelEngine(draw, self.memory, self.settings)
         """The one that the model looks at."""
@@ -99,7 +97,6 @@ class Model:
         where = {"serve": self.host.path} if attached else {"backends": tiers}
         return {
             **where,
-            **draw.choice(({}, {"tenants": True, "tenant_share": draw.choice((0.3, 0.6, 1.0))})),
             "cpu_bytes": host_bytes if keeps else 0,
             "staging_bytes": host_bytes,
             **changeable(draw, keeps, per_chunk),
@@ -167,13 +164,9 @@ class Model:
                 tier["tenant_share"] = draw.choice((0.4, 1.0))
             if name == "rough":
                 capacity = num_chunks * (chunk_bytes + 8192)
-                self.capacities[root] = capacity
-                tier |= {"capacity": capacity, "min_free": 0, "stall_s": draw.choice((0.3, 2.0))}
-                tier["form"] = draw.choice(("slots", "files"))
-                tier["durability"] = draw.choice(("none", "none", "fsync"))
+                self.disks.append(root)
+                tier |= {"capacity": capacity, "min_free": 0, **rough(draw)}
                 tier["io"] = draw.choice(("auto", "direct", "buffered"))
-                tier["policy"] = draw.choice(("moody", "lru", "handicap"))
-                tier |= draw.choice(({}, {"ttl_s": TTL_S}))
             tiers.append(tier)
         return tiers
 
@@ -259,11 +252,9 @@ class Model:
 
     def _small_prompt(self):
         """One whose chunks take about a tenth of host memory."""
-        spec, kind = self.engine.connector._spec, self.memory.kind
-        chunks = max(1, spec.num_slots // (10 * len(kind.groups)))
-        return self._tokens(
-            min(60, chunks * kind.alignment * self.engine.settings["blocks_per_chunk"]) + 1
-        )
+        num_slots, groups = self.engine.connector._spec.num_slots, len(self.memory.kind.groups)
+        chunks = max(1, num_slots // (10 * groups))
+        return self._tokens(min(60, chunks * self.engine.chunk_tokens) + 1)
 
     def _reset_midway(self):
         """Reset while prompts are computed, and while they are loaded; then ask for them again."""
@@ -393,9 +384,11 @@ class Model:
     def _stores_and_loads_on(self, tier):
         """Return whether a tier takes a new prompt of its own, and some of it comes back.
 
-        Through little memory not each chunk gets to it.
+        Through little memory not each chunk gets to it, and a folder for a few of them has no room
+        in time.
         """
-        prompt, connector = self._tokens(40), self.engine.connector
+        connector, chunk = self.engine.connector, self.engine.chunk_tokens
+        prompt = self._tokens(self.draw.randint(chunk + 1, max(40, chunk + 1)))
         for _ in range(self.engine.settings["store_threshold"]):
             request = self.engine.add(prompt, tiers=[tier.name])
             self._finish_all()
@@ -419,8 +412,8 @@ class Model:
         return keys[groups.offloaded[0].index]
 
     def _check_tiers(self):
-        for root, capacity in self.capacities.items():
-            assert sums.chunk_bytes(root) <= capacity, "the disk tier is above its capacity"
+        for root in self.disks:
+            self._await(partial(sums.has_room, root), "the disk tier is above its capacity")
         for root in self.roots:
             assert not (violations := sums.violations(root)), violations
         for root in self.encrypted:
@@ -442,17 +435,19 @@ class Model:
             time.sleep(0.005)
 
     def close(self):
-        """Close in the midst of work: nothing is written then, and nothing of it is left."""
+        """Close in the midst of work and faults: nothing is written then, and nothing is left."""
         if self.pages is not None:
             self.pages.begin()
         self._be_struck(time.monotonic() + 0.2)
-        self.faults.end()
+        if self.draw.random() < 0.5:
+            self.faults.end()
         if self.pages is not None:
             self.pages.close()
         before = []
         for engine in self.engines:
             engine.connector.close(self.draw.choice((0.0, 3.0)))
             before.append(engine.memory.snapshot())
+        self.faults.end()
         self._await_end()
         for engine, tensors in zip(self.engines, before, strict=True):
             for old, new in zip(tensors, engine.memory.snapshot(), strict=True):
@@ -479,7 +474,8 @@ def run(seed, seconds, folder, monkeypatch):
     except BaseException as error:
         model.faults.heal()
         model.faults._part()
-        error.add_note(f"seed {seed}: {model.kind}, {model.settings}")
+        settings = [engine.settings for engine in model.engines]
+        error.add_note(f"seed {seed}: {model.kind}, {settings}")
         told = [(engine.model, dict(engine.counts)) for engine in model.engines]
         error.add_note(f"last faults: {model.faults.log[-12:]}; {told}")
         if model.pages is not None:

@@ -12,7 +12,9 @@ from pathlib import Path
 import psutil
 
 from kvoffload.backends.disk.descriptors import MOST_KEPT
+from kvoffload.backends.disk.limits import read as read_limits
 from kvoffload.backends.disk.segments import MOST_SIZES
+from kvoffload.backends.disk.vfs import Vfs
 from kvoffload.io.protocol import Store
 from tests.support.disk_chunks import stored_in
 from tests.support.manager_check import check
@@ -233,6 +235,14 @@ def _files():
 def chunk_bytes(root):
     """Bytes that the chunks of a disk tier take up."""
     return sum(chunk.allocated_bytes for chunk in stored_in(root))
+
+
+def has_room(root):
+    """Whether a disk tier has at most what its processes agreed on, which they record."""
+    with contextlib.suppress(ValueError):
+        if limits := read_limits(Vfs(), str(root)):
+            return chunk_bytes(root) <= limits.capacity_bytes
+    return True  # an engine records them again
 
 
 def plain_chunks(root):
