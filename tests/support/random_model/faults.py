@@ -67,7 +67,8 @@ class Faults:
         kinds = [self.plan, self.plan, self.plan, self.damage, self.remove, self.reset, self.pause]
         kinds += [self.kill, self.stop, self.abort, self.preempt, self.look, self.restart]
         kinds += [self.flush, self.clear, self.cut, self.operate, self.starve, self.fork]
-        weights = [3, 3, 3, 2, 1, 1, 1, 2, 1, 6, 6, 2, 0.5, 2, 1, 1, 0.5, 1, 0.5]
+        kinds += [self.freeze, self.change_times]
+        weights = [3, 3, 3, 2, 1, 1, 1, 2, 1, 6, 6, 2, 0.5, 2, 1, 1, 0.5, 1, 0.5, 0.5, 1]
         if self._server is not None:
             kinds += [self.pause_server, self.kill_server, self.empty_server, self.damage_values]
             weights += [3, 2, 1, 3]
@@ -144,8 +145,11 @@ class Faults:
         self._heal_at_s = time.monotonic() + draw.uniform(0.1, 1.0)
 
     def damage(self):
-        """Turn a bit, cut off, or empty some chunk files."""
+        """Turn a bit of some chunks and tables of slots, cut chunks off, or exchange them."""
         self.are_files_touched = True
+        self._damage_slots()
+        if self._draw.random() < 0.2:
+            file_faults.swap(self._some_chunks(4))
         for path in self._some_chunks(4):
             with contextlib.suppress(OSError):
                 size = path.stat().st_size
@@ -153,6 +157,21 @@ class Faults:
                     file_faults.cut(path)
                 else:
                     file_faults.flip(path, self._draw.randrange(size))
+
+    def _damage_slots(self):
+        files = [path for root in self._roots for path in _files(root)]
+        slots = [path for path in files if path.suffix in (".slots", ".table")]
+        for path in self._draw.sample(slots, min(2, len(slots))):
+            with contextlib.suppress(FileNotFoundError):
+                most = min(path.stat().st_size, 1 << 16)  # the first slots are in use, if any are
+                file_faults.flip(path, self._draw.randrange(most or 1), self._draw.randrange(8))
+
+    def change_times(self):
+        """Let some files be from long ago, or from the future, as after a jump of a clock."""
+        for path in self._some_chunks(10):
+            then_s = time.time() + self._draw.choice((-1e8, -10.0, 10.0, 1e8))
+            with contextlib.suppress(FileNotFoundError):
+                os.utime(path, (then_s, then_s))
 
     def remove(self):
         """Remove some chunk files, a namespace, or a whole root."""
@@ -238,6 +257,7 @@ class Faults:
             pid = self._host.process.pid
             os.kill(pid, signal.SIGSTOP)
             self._falls_ill(lambda: os.kill(pid, signal.SIGCONT))
+            self._heal_at_s += self._draw.choice((0.0, 2.0))
 
     def join(self):
         """Let an engine that moves chunks without a pause join in; stop it, or kill it."""
@@ -333,6 +353,16 @@ class Faults:
 
     def pause(self):
         time.sleep(self._draw.uniform(0.02, 0.2))
+
+    def freeze(self):
+        """Stop the engine's process for a while, longer than deadlines or not."""
+        mine, for_s = os.getpid(), self._draw.choice((0.2, 1.5, 3.0))
+        if (child := os.fork()) == 0:
+            os.kill(mine, signal.SIGSTOP)
+            time.sleep(for_s)
+            os.kill(mine, signal.SIGCONT)
+            os._exit(0)
+        os.waitpid(child, 0)
 
     def look(self):
         """Ask for all that an operator may see."""

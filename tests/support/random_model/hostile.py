@@ -104,9 +104,14 @@ class Shy:
     async def remove(self, keys):
         for key in keys:
             self._path(key).unlink(missing_ok=True)
+        if self._control.strikes("raises"):
+            raise OSError("planned")
 
     async def close(self):
-        self._is_closed = True
+        try:
+            await self._call(self._rest, 0)
+        finally:
+            self._is_closed = True
 
     # ---- on the call's thread ----
 
@@ -184,7 +189,7 @@ class Shy:
             raise
         if self._control.strikes("raises"):
             raise OSError("planned")
-        if self._control.strikes("length"):
+        if items and self._control.strikes("length"):
             return self._control.draw.choice([answers[:-1], [*answers, True], {1: 2}])
         return answers
 
@@ -283,7 +288,8 @@ class RoughVfs(HookedVfs):
         if call == "pwritev" and self._control.strikes("disk_full"):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), path)
         if call in ("open", "preadv", "rename", "unlink") and self._control.strikes("disk_fails"):
-            raise OSError(errno.EIO, os.strerror(errno.EIO), path)
+            number = self._control.draw.choice((errno.EIO, errno.EACCES, errno.EROFS, errno.ENOMEM))
+            raise OSError(number, os.strerror(number), path)
         if self._control.strikes("disk_stale"):  # whatever the call
             raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), path)
         return perform()
