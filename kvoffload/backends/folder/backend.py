@@ -301,7 +301,7 @@ class FolderBackend(AsyncChunkBackend):
             "evictor": int(keeper.is_evictor),
             "hosts": keeper.num_hosts,
         }
-        return Usage(keeper.room.used_bytes, self._capacity_bytes, len(self._known), gauges)
+        return Usage(keeper.room.used_bytes, keeper.capacity_bytes, len(self._known), gauges)
 
     @property
     def place(self) -> str:

@@ -98,7 +98,8 @@ class Housekeeper:
         """Whether the root was not there at the last look."""
         self._said: dict[tuple[str, int | None], Throttle] = {}
         """By text and error number."""
-        self._differing_capacity = 0
+        self.capacity_bytes = capacity_bytes
+        """That of the process that evicts, as far as this one knows."""
         self._is_opening = True
         self._turn()  # so that stores find room at once
         self._is_opening = False
@@ -185,12 +186,12 @@ class Housekeeper:
         limit = lease.limits.get(self._token, lease.newcomer_bytes)
         self.room.limit(limit, lease.counted.get(self._token, 0), lease.resident_bytes)
         self.num_hosts = max(1, len(lease.limits))
-        if lease.capacity_bytes not in (self._capacity_bytes, self._differing_capacity):
-            self._differing_capacity = lease.capacity_bytes
+        if lease.capacity_bytes not in (self._capacity_bytes, self.capacity_bytes):
             log.warning(
                 "folder %s: capacity = %d is not used, %s evicts by %d; give all hosts the same",
                 self._root.path, self._capacity_bytes, lease.host, lease.capacity_bytes,
             )  # fmt: skip
+        self.capacity_bytes = lease.capacity_bytes
 
     # ---- the lease -------------------------------------------------------------------------
 
@@ -229,7 +230,7 @@ class Housekeeper:
             if lease is None or lease != self._written:
                 self._evictor.begin(lease, is_new=self._root.is_new and age_s is None)
                 self._written = None
-            self.is_evictor = True
+            self.is_evictor, self.capacity_bytes = True, self._capacity_bytes
 
     def _evict(self) -> None:
         if self._is_opening and self._evictor.resident_bytes is None:

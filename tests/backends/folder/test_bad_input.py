@@ -266,10 +266,14 @@ async def test_a_namespace_that_another_host_removed_is_named_again_by_the_next_
 
 
 async def test_hosts_with_different_capacities_are_told_which_counts(mounts, caplog, fast):
-    open_folder(mounts[0] / "kv", capacity=8 << 20)
-    open_folder(mounts[1] / "kv", capacity=16 << 20)
+    evictor = open_folder(mounts[0] / "kv", capacity=8 << 20)
+    other = open_folder(mounts[1] / "kv", capacity=16 << 20)
     assert await until(lambda: "is not used" in caplog.text)
     assert caplog.text.count("is not used") == 1
+    assert [each.usage().capacity_bytes for each in (evictor, other)] == [8 << 20] * 2
+    await evictor.close()
+    assert await until(lambda: other.usage().gauges["evictor"])
+    assert other.usage().capacity_bytes == 16 << 20
 
 
 async def test_names_keep_apart_where_case_does_not_count(tmp_path):

@@ -249,6 +249,7 @@ class Faults:
             shares = {"namespace_min": draw.choice((0, memory // 4)), "namespace_max": memory}
             backends = others(draw, first["backends"])
             self._host.settings |= {"memory": memory, "backends": backends, **shares}
+            self.log.append("other settings")
             self._host.configure()
         self._host.start()
 

@@ -412,14 +412,19 @@ class Model:
         return keys[groups.offloaded[0].index]
 
     def _check_tiers(self):
+        may_shrink = {"restart", "other settings"} & {*self.faults.log}
+        within_s = sums.REST_S if may_shrink else 0.0  # one that starts with less room evicts
         for root in self.disks:
-            self._await(partial(sums.has_room, root), "the disk tier is above its capacity")
+            too_full = "the disk tier is above its capacity"
+            self._await(partial(sums.has_room, root), too_full, within_s)
         for root in self.roots:
             assert not (violations := sums.violations(root)), violations
         for root in self.encrypted:
             assert not sums.plain_chunks(root), "an encrypted tier stores what can be read"
         for engine in self.engines:
-            sums.check_usage(engine)
+            tiers = engine.connector._spec.io.tiers.values()
+            figures = partial("\n".join, (str(tier.usage) for tier in tiers))
+            self._await(partial(sums.is_within, engine), figures, within_s)
         self._await(lambda: not sums.lent_bytes(self.engine), "a loan does not end")
         self._await(lambda: not sums.spared_by_hostile(self.folder), "a store spares for no queue")
         for store in sums.open_disks():
