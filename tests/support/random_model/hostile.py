@@ -266,8 +266,8 @@ class Hostile(Shy, Spares):
         self._note_told()
 
     def _note_told(self):
-        """Tell the model, in one step."""
-        draft = self._note.with_suffix(".draft")
+        """Tell the model, in one step; stores of several engines write at the same time."""
+        draft = self._note.with_suffix(f".{os.getpid()}-{id(self)}")
         with contextlib.suppress(OSError):  # the model removes folders
             draft.write_text(json.dumps([self._spared, list(self._claims)]))
             draft.rename(self._note)
