@@ -132,7 +132,7 @@ class Shy:
             data = self._path(key).read_bytes()
         except FileNotFoundError:
             return False
-        if len(data) != 16 + len(view) or digest(data[16:]) != data[:16]:
+        if len(data) != 16 + len(view) or self._digest(key, data[16:]) != data[:16]:
             return False
         view[:] = data[16:]
         return True
@@ -151,12 +151,17 @@ class Shy:
         temporary = self._folder / f"{key.hex()}.{os.getpid()}.{threading.get_ident()}"
         try:
             self._folder.mkdir(parents=True, exist_ok=True)  # the model removes folders
-            temporary.write_bytes(digest(data) + data)
+            temporary.write_bytes(self._digest(key, data) + data)
             temporary.rename(self._path(key))
         except OSError:
             return False
         self._wrote(key)
         return True
+
+    def _digest(self, key, data):
+        """Return what tells a chunk from one of another key or namespace."""
+        named = self._folder.name.encode() + key + data
+        return hashlib.blake2b(named, digest_size=16).digest()
 
     def _wrote(self, key):
         pass
@@ -208,10 +213,6 @@ def _settle(future, answers):
         future.set_exception(answers)
     else:
         future.set_result(answers)
-
-
-def digest(data):
-    return hashlib.blake2b(data, digest_size=16).digest()
 
 
 class Hostile(Shy, Spares):
