@@ -38,6 +38,7 @@ from kvoffload.io.protocol import (
     Forget,
     Lent,
     Load,
+    Located,
     Logged,
     MessageReader,
     Open,
@@ -47,9 +48,9 @@ from kvoffload.io.protocol import (
     Release,
     Remove,
     Store,
-    Used,
     frame,
 )
+from kvoffload.io.reads_in_place import ReadsInPlace
 from kvoffload.io.remote_tier import RemoteTier
 from kvoffload.metrics.names import IO_LOOP_DELAY, IO_RESTARTS, NAMESPACE
 from kvoffload.metrics.samples import Durations, Sample
@@ -105,6 +106,8 @@ class IOClient:
             for tier in opening.tiers
         }
         """What is known of each tier, by its name."""
+        self.in_place = ReadsInPlace(self._link)
+        """Where the engine finds chunks that it reads itself, and what it has read."""
         self._numbers = itertools.count(1)
         self._awaited: dict[int, list[bytes]] = {}
         """Request in the engine's queue → chunks that it needs; guarded by the link's lock."""
@@ -208,23 +211,6 @@ class IOClient:
         with self._link.lock:  # a server that is started again is asked by this call, or at once
             self._borrows = True
             self._link.push(frame(Borrow()))
-
-    def has_read(
-        self, tier: RemoteTier, listing: int, keys: list[bytes], num_bytes: int, seconds: float
-    ) -> bool:
-        """Count chunks that the engine has read in place, and tell the store of their use.
-
-        Returns:
-            False if the tier has been opened again since that listing: it may not have them now.
-        """
-        data, link = frame(Used(tier.name, keys)), self._link
-        with link.lock:  # a renewal comes before it or after it
-            if tier.listing != listing:
-                return False
-            if not link.is_clogged:  # uses are a hint
-                link.push(data)
-        tier.has_read(len(keys), num_bytes, seconds)
-        return True
 
     def remove(self, tier: str, keys: Sequence[bytes]) -> None:
         """Begin removing chunks from a store; nothing tells when that is done."""
@@ -401,6 +387,8 @@ class IOClient:
                 self._borrow(message)
             case Answered():
                 self._jobs.answered(message)
+            case Located():
+                self.in_place.answered(message)
             case Passed():
                 if self._memory is None and self._peer is not None:
                     self._memory = self._peer.lent_memory()
@@ -517,6 +505,7 @@ class IOClient:
             self._link.detach()
             jobs = self._jobs.lose()
             memory, self._memory = self._memory, None
+        self.in_place.lose()
         if memory is not None:
             memory.leave()
         is_closing = self._close_by_s is not None

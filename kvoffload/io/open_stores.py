@@ -52,6 +52,10 @@ class ReadInPlace(Protocol):
         """Return what a reader needs to know; empty: there is none."""
         ...
 
+    def places(self, keys: Sequence[bytes]) -> Sequence[Any]:
+        """Return what the reader needs to find these chunks; does no I/O."""
+        ...
+
     def used(self, keys: Sequence[bytes]) -> None:
         """Note a use of chunks, the head of a prefix first; does no I/O."""
         ...
@@ -125,6 +129,16 @@ class OpenStore:
         except Exception as error:
             self._failed("in_place", error)
             return {}
+
+    def places(self, keys: Sequence[bytes]) -> list[Any]:
+        """Return where an engine finds chunks that it reads itself."""
+        if self._in_place is None:
+            return []
+        try:
+            return convert(self._in_place.places(keys), list[Any])
+        except Exception as error:
+            self._failed("places", error)
+            return []
 
     def used(self, keys: Sequence[bytes]) -> None:
         """Tell the store what an engine has read itself."""

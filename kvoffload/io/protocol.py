@@ -15,7 +15,7 @@ from msgspec.structs import replace
 from kvoffload.config import BackendConfig
 from kvoffload.policies.told_return import Key, ToldReturn
 
-VERSION = 16
+VERSION = 17
 HAD = 2
 """In answers to a store: the chunk was there, and nothing was moved."""
 _LENGTH_BYTES = 4
@@ -171,6 +171,14 @@ class Forget(_Message):
     keys: list[Key]
 
 
+class Locate(_Message):
+    """Ask where chunks are that the engine reads in place; ``Located`` answers at once."""
+
+    tier: str
+    keys: list[Key]
+    number: int
+
+
 class Used(_Message):
     """Tell a store of chunks that the engine has read in place; nothing answers."""
 
@@ -287,6 +295,13 @@ class Present(_Message):
     answers: list[bool]
 
 
+class Located(_Message):
+    """The answer to ``Locate``: what the reader of the tier's type takes."""
+
+    number: int
+    places: list[Any]
+
+
 class Forgotten(_Message):
     """These keys are forgotten; additions announced from now on count."""
 
@@ -329,7 +344,19 @@ class Logged(_Message):
 
 
 ToServer = (
-    Open | Load | Store | Cancel | Borrow | Release | Ask | Forget | Used | Remove | Await | Expect
+    Open
+    | Load
+    | Store
+    | Cancel
+    | Borrow
+    | Release
+    | Ask
+    | Forget
+    | Locate
+    | Used
+    | Remove
+    | Await
+    | Expect
 )
 ToClient = (
     Opened
@@ -340,6 +367,7 @@ ToClient = (
     | Answered
     | PresenceChanges
     | Present
+    | Located
     | Forgotten
     | Removed
     | Figures

@@ -51,6 +51,8 @@ from kvoffload.io.protocol import (
     Forget,
     Forgotten,
     Load,
+    Locate,
+    Located,
     MessageReader,
     Open,
     Opened,
@@ -235,6 +237,9 @@ class Session:
                 if store := self._stores.get(message.tier):
                     store.forget(message.keys)
                 self.send(Forgotten(message.tier, message.keys))
+            case Locate():
+                store = self._stores.get(message.tier)
+                self.send(Located(message.number, store.places(message.keys) if store else []))
             case Used():
                 if store := self._stores.get(message.tier):
                     store.used(message.keys)

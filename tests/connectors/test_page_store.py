@@ -12,12 +12,19 @@ from kvoffload.connectors.sglang import page_store
 from kvoffload.connectors.sglang.page_store import PageStore
 from kvoffload.errors import ConfigError
 from kvoffload.io.protocol import Load
+from kvoffload.io.reads_in_place import ReadsInPlace
 from kvoffload.metrics.names import METRICS
 from kvoffload.metrics.samples import BUCKETS_S
 from kvoffload.testing import Plan
 from tests.support.disk_chunks import stored_in
 from tests.support.host_pages import PAGE, Pool, disk
 from tests.support.planned_store import Process
+
+
+@pytest.fixture(autouse=True)
+def _by_the_server(monkeypatch):
+    """All pages pass the slab: ``test_pages_in_place.py`` is about the others."""
+    monkeypatch.setattr(ReadsInPlace, "places", lambda *asked: [])
 
 
 @pytest.fixture

@@ -4,20 +4,25 @@ import contextlib
 import ctypes
 import errno
 import os
+import random
 import secrets
 import shutil
+import signal
 import threading
 import time
+from collections import Counter
 from functools import partial
 
 import pytest
 
-from kvoffload.backends.disk import file_calls
-from kvoffload.backends.disk.cached_files import MOST_MISSES, CachedFiles
+from kvoffload.backends.disk import expiry, file_calls
+from kvoffload.backends.disk.cached_files import MOST_MISSES, CachedFiles, Run
+from kvoffload.backends.disk.chunk_file import probe_holes
 from kvoffload.backends.disk.vfs import Vfs
 from kvoffload.backends.memory import MemoryBackend
+from kvoffload.io import reads_in_place
 from kvoffload.io.open_stores import ReadInPlace
-from kvoffload.io.protocol import Load, MessageReader, Store, Used
+from kvoffload.io.protocol import Load, Locate, MessageReader, Store, Used
 from kvoffload.io.remote_tier import RemoteTier
 from kvoffload.io.service.layered_store import StoreView
 from tests.support.disk_chunks import stored_in
@@ -58,9 +63,23 @@ def opened(opened):
     return partial(opened, slots=256, io="thread")
 
 
+OF_FILES, OF_SLOTS = 64, 40
+"""A chunk whose key has more than 47 bytes is a file."""
+
+
+@pytest.fixture(params=["files", "slots"])
+def form(request, monkeypatch, tmp_path_factory):
+    """Chunks have this form from now on; without this fixture they are files."""
+    if request.param == "slots":
+        if probe_holes(Vfs(), str(tmp_path_factory.mktemp("holes") / "probe")) is not None:
+            pytest.skip("this file system has no slots")
+        monkeypatch.setitem(globals(), "OF_FILES", OF_SLOTS)
+    return request.param
+
+
 def keys(count, start=0):
-    """Keys that are too long for a slot: their chunks are files."""
-    return [f"key {i:3}".encode().ljust(64, b".") for i in range(start, start + count)]
+    names = [f"key {i:3}".encode() for i in range(start, start + count)]
+    return [name.ljust(OF_FILES, b".") for name in names]
 
 
 @pytest.fixture
@@ -93,12 +112,35 @@ def sent(monkeypatch):
     return watch
 
 
+SUFFIX = {"files": "", "slots": ".slots"}
+
+
 def of(messages, kind):
     return [each for each in messages if isinstance(each, kind)]
 
 
-def reader_of(store):
-    return CachedFiles(**store._client.tiers["disk"].in_place)
+def places_of(store, asked):
+    return store._client.in_place.places(store._client.tiers["disk"], asked, LATER_S)
+
+
+class Reader:
+    """Reads chunks in place where a store has said that they are, whatever has become of them."""
+
+    def __init__(self, store):
+        self.reader, self.known = CachedFiles(**store._client.tiers["disk"].in_place), {}
+        for asked in (keys(24), keys(1, 900)):
+            for first, chunks, name, offset, step in places_of(store, asked):
+                for i in range(chunks):
+                    self.known[asked[first + i]] = Run(0, 1, name, offset + i * step, step)
+
+    def read(self, asked, pages, until_s):
+        runs = [
+            run._replace(first=i) for i, key in enumerate(asked) if (run := self.known.get(key))
+        ]
+        return self.reader.read(asked, pages, runs, until_s)
+
+
+reader_of = Reader
 
 
 def read(reader, pool, asked=8, start=0):
@@ -109,16 +151,18 @@ def figures(store):
     return {(name, *labels): value for name, labels, value in store.figures.samples()}
 
 
-@pytest.mark.parametrize("form", ["thread", "process"])
+@pytest.mark.parametrize("io", ["thread", "process"])
 def test_cached_pages_are_loaded_without_an_order_and_their_use_is_told_once(
-    pool, opened, stored, sent, tmp_path, form
+    pool, opened, stored, sent, tmp_path, form, io
 ):
-    store = stored(opened(disk(tmp_path), io=form, tokens=16))
+    store = stored(opened(disk(tmp_path), io=io, tokens=16))
     messages = sent(store)
     assert store.load(keys(8), pool.pages(range(20, 28))) == [True] * 8
     assert pool.read(range(20, 28)) == pool.read(range(8))
     assert of(messages, Load) == []
+    assert [told.keys for told in of(messages, Locate)] == [keys(8)]
     assert of(messages, Used) == [Used("disk", keys(8))]
+    assert {chunk.path.suffix for chunk in stored_in(tmp_path)} == {SUFFIX[form]}
     found = figures(store)
     assert found["load_chunks", "disk"] == 8
     assert found["load_bytes", "disk"] == 8 * PAGE
@@ -126,23 +170,11 @@ def test_cached_pages_are_loaded_without_an_order_and_their_use_is_told_once(
     assert store.figures.by_event()["loaded"] == 8
 
 
-def test_a_page_in_a_slot_is_loaded_by_the_server(pool, opened, sent, tmp_path, until):
-    store = opened(disk(tmp_path))
-    short = [key[:8] for key in keys(8)]
-    assert all(store.save(short, pool.pages(range(8))))
-    if any(chunk.path.suffix != ".slots" for chunk in stored_in(tmp_path)):
-        pytest.skip("this file system has no slots")
-    until(lambda: store.num_leading(short) == 8)
-    messages = sent(store)
-    assert store.load(short, pool.pages(range(20, 28))) == [True] * 8
-    assert [len(order.keys) for order in of(messages, Load)] == [8]
-    assert of(messages, Used) == []
-
-
-@pytest.mark.parametrize("used", [keys(2, 6), keys(8)])
+@pytest.mark.parametrize("of_them", [(2, 6), (8, 0)])
 def test_pages_that_were_used_leave_last_and_the_head_after_the_tail(
-    pool, opened, stored, tmp_path, used
+    form, pool, opened, stored, tmp_path, of_them
 ):
+    used = keys(*of_them)
     options = disk(tmp_path, policy="lru", capacity="96KiB", high_watermark=1.0, low_watermark=0.9)
     store = stored(opened(options), 8)  # of 12 that fit
     assert all(store.load(used, pool.pages(range(20, 20 + len(used)))))
@@ -163,7 +195,9 @@ def test_a_use_of_what_has_left_is_not_noted(pool, opened, stored, tmp_path):
     assert not backend._store.uses.take_unwritten()
 
 
-def test_pages_of_several_lengths_and_many_parts_come_back(pool, opened, stored, tmp_path, until):
+def test_pages_of_several_lengths_and_many_parts_come_back(
+    form, pool, opened, stored, tmp_path, until
+):
     base, _ = pool.page(0)[0]
     lengths = [[1, 0, 700], [1000], [], [3] * 300, [1] * 1500]  # a call takes 1,024 parts
 
@@ -190,7 +224,7 @@ def test_pages_of_several_lengths_and_many_parts_come_back(pool, opened, stored,
 
 @pytest.mark.parametrize("at", [9, 100, -1])
 def test_a_damaged_page_is_counted_and_removed_by_the_server(
-    pool, opened, stored, tmp_path, until, at
+    form, pool, opened, stored, tmp_path, until, at
 ):
     store = stored(opened(disk(tmp_path)))
     stored_in(tmp_path)[3].flip(at)
@@ -221,31 +255,268 @@ def test_a_file_that_has_become_another_pages_is_a_miss(pool, opened, stored, tm
     assert store.load(keys(8), pool.pages(range(20, 28))) == [False] * 2 + [True] * 6
 
 
-def test_a_page_of_another_namespace_is_a_miss(pool, opened, stored, tmp_path):
+@pytest.fixture
+def of_slots(monkeypatch):
+    monkeypatch.setitem(globals(), "OF_FILES", OF_SLOTS)
+
+
+def slots_in(root):
+    """Return the files with slots, if all chunks are in some."""
+    chunks = stored_in(root)
+    if any(chunk.path.suffix != ".slots" for chunk in chunks):
+        pytest.skip("this file system has no slots")
+    return sorted({chunk.path for chunk in chunks})
+
+
+def test_a_slot_that_has_another_page_by_now_is_left_to_the_server(
+    of_slots, pool, opened, stored, tmp_path
+):
+    options = disk(tmp_path, policy="lru", capacity="64KiB", high_watermark=1.0, low_watermark=0.9)
+    store = stored(opened(options))
+    slots_in(tmp_path)
+    reader = reader_of(store)
+    stored(store, 3, 8)
+    left = [i for i, key in enumerate(keys(8)) if key in {c.key for c in stored_in(tmp_path)}]
+    assert len(left) == 5
+    assert read(reader, pool) == left
+    assert pool.read([20 + i for i in left]) == pool.read(left)
+
+
+@pytest.mark.parametrize("at", [100, 4096, -1])
+def test_a_slot_that_is_overwritten_while_it_is_read_is_left_to_the_server(
+    of_slots, pool, opened, stored, tmp_path, monkeypatch, at
+):
+    store = stored(opened(disk(tmp_path)))
+    slots_in(tmp_path)
+    third, read_cached = stored_in(tmp_path)[3], Vfs.read_cached
+
+    def read_and_change(fd, buffers, offset):
+        third.flip(at)
+        moved = read_cached(fd, buffers, offset)
+        third.flip(at)
+        return moved
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Vfs, "read_cached", staticmethod(read_and_change))
+        assert read(reader_of(store), pool) == [0, 1, 2, 4, 5, 6, 7]
+        pool.fill(range(20, 28), seed=5)
+    assert store.load(keys(8), pool.pages(range(20, 28))) == [True] * 8
+    assert pool.read(range(20, 28)) == pool.read(range(8))
+    events = store.figures.by_event()
+    assert not [event for event in events if "corrupt" in event and events[event]]
+
+
+@pytest.mark.parametrize("how", ["moved", "holes", "short", "gone", "folder", "other"])
+def test_a_file_of_slots_that_is_another_one_by_now_is_not_believed(
+    of_slots, pool, opened, stored, tmp_path, how
+):
+    store = stored(opened(disk(tmp_path)))
+    (slots,) = slots_in(tmp_path)
+    reader, content = reader_of(store), slots.read_bytes()
+    slots.unlink()
+    left = []
+    if how == "moved":  # each page is in the slot before its own
+        slots.write_bytes(content[8192:])
+    elif how == "holes":
+        slots.write_bytes(bytes(len(content)))
+    elif how == "short":
+        slots.write_bytes(content[: 2 * 8192 + 4096 + PAGE - 1])
+        left = [0, 1]
+    elif how == "folder":
+        slots.mkdir()
+    elif how == "other":
+        stored(opened(disk(tmp_path / "b"), facts={"model": "other"}))
+        (theirs,) = slots_in(tmp_path / "b")
+        slots.write_bytes(theirs.read_bytes())
+    assert read(reader, pool) == left
+
+
+def test_neighbouring_slots_are_read_by_one_call_up_to_what_is_cached(
+    of_slots, pool, opened, stored, tmp_path, monkeypatch
+):
+    store = stored(opened(disk(tmp_path)))
+    slots_in(tmp_path)
+    ((first, chunks, name, offset, step),) = places_of(store, keys(8))
+    assert (first, chunks, step) == (0, 8, 8192)
+    read_cached, calls = Vfs.read_cached, []
+
+    def cut_off(fd, buffers, offset):
+        calls.append(offset)
+        return min(read_cached(fd, buffers, offset), 3 * step)
+
+    monkeypatch.setattr(Vfs, "read_cached", staticmethod(cut_off))
+    reader = CachedFiles(**store._client.tiers["disk"].in_place)
+    runs = [Run(first, chunks, name, offset, step)]
+    assert reader.read(keys(8), pool.pages(range(20, 28)), runs, LATER_S) == [0, 1, 2]
+    assert calls == [offset]
+    assert pool.read(range(20, 23)) == pool.read(range(3))
+    shorter = [page[:1] for page in pool.pages(range(20, 28))]
+    assert reader.read(keys(8), shorter, runs, LATER_S) == []
+
+
+def test_a_server_that_is_late_to_say_where_pages_are_gets_an_order_for_them(
+    form, pool, opened, stored, sent, tmp_path, monkeypatch
+):
+    store = stored(opened(disk(tmp_path)))
+    client, messages = store._client, sent(store)
+    late = []
+    monkeypatch.setattr(client.in_place, "answered", late.append)
+    assert store.load(keys(8), pool.pages(range(20, 28))) == [True] * 8
+    assert pool.read(range(20, 28)) == pool.read(range(8))
+    assert [order.keys for order in of(messages, Load)] == [keys(8)]
+    monkeypatch.undo()
+    client.in_place.answered(late[0])  # of a question that is given up
+    assert client.in_place._asked == {}
+
+
+@pytest.mark.parametrize("end", ["killed", "closed"])
+def test_a_question_ends_with_its_server(pool, opened, stored, tmp_path, monkeypatch, until, end):
+    monkeypatch.setattr(reads_in_place, "LATE_S", LATER_S)
+    store = stored(opened(disk(tmp_path), io="process", load_timeout_s=8))
+    client, answers = store._client, []
+    os.kill(client._peer.pid, signal.SIGSTOP)
+    load = partial(store.load, keys(8), pool.pages(range(20, 28)), LATER_S)
+    thread = threading.Thread(target=lambda: answers.append(load()), daemon=True)
+    thread.start()
+    until(lambda: client.in_place._asked)
+    if end == "killed":
+        os.kill(client._peer.pid, signal.SIGKILL)
+    else:
+        client.close(0.1)
+    thread.join(30)
+    assert answers == [[False] * 8]
+
+
+def test_no_server_is_asked_when_there_is_none(pool, opened, stored, sent, tmp_path):
+    store = stored(opened(disk(tmp_path)))
+    tier, messages = store._client.tiers["disk"], sent(store)
+    store.close()
+    assert store._client.in_place.places(tier, keys(8), LATER_S) == []
+    assert of(messages, Locate) == []
+
+
+@pytest.mark.parametrize("change", ["clear", "new weights"])
+def test_where_pages_were_before_a_change_is_not_where_they_are_read(
+    form, pool, opened, stored, sent, tmp_path, monkeypatch, change
+):
+    store = stored(opened(disk(tmp_path)))
+    in_place = store._client.in_place
+    places = in_place.places
+
+    def answer_and_change(*asked):
+        found = places(*asked)
+        assert sum(run[1] for run in found) == 8
+        if change == "clear":
+            store.clear()
+        else:
+            store.bar()
+            store.begin_generation("1 of this start")
+        monkeypatch.undo()
+        pool.fill(range(8), seed=1)
+        stored(store)
+        return found
+
+    monkeypatch.setattr(in_place, "places", answer_and_change)
+    messages = sent(store)
+    found = store.load(keys(8), pool.pages(range(20, 28)))
+    assert of(messages, Used) == []
+    if found != [False] * 8:  # the server loads what has been stored since
+        assert (change, found) == ("clear", [True] * 8)
+        assert pool.read(range(20, 28)) == pool.read(range(8))
+    assert store.load(keys(8), pool.pages(range(20, 28))) == [True] * 8
+    assert pool.read(range(20, 28)) == pool.read(range(8))
+
+
+def test_engines_read_in_place_what_the_other_stores_while_chunks_leave(
+    opened, tmp_path, monkeypatch
+):
+    """Pages of three lengths, as files and in slots, in threads of two engines on one root."""
+    lengths, num_keys, read_from = (4096, PAGE, 100), 240, Counter()
+    options = disk(tmp_path, capacity="640KiB", high_watermark=0.9, low_watermark=0.8)
+    stores = [opened(options), opened(options)]
+    read_piece = CachedFiles._read
+
+    def counted(self, fd, piece, *asked):
+        loaded = read_piece(self, fd, piece, *asked)
+        read_from["slots" if piece.slot_bytes else "files"] += len(loaded)
+        return loaded
+
+    monkeypatch.setattr(CachedFiles, "_read", counted)
+
+    def key_of(i):
+        return f"key {i:3}".encode().ljust(OF_FILES if i // 40 % 2 else OF_SLOTS, b".")
+
+    def content(i):
+        return random.Random(i).randbytes(lengths[i // 20 % 3])
+
+    wrong = []
+
+    def work(number):
+        chosen, store = random.Random(number), stores[number % 2]
+        pool = Pool((1000, 3096), 16)
+        for _ in range(150):
+            first = chosen.randrange(num_keys - 16)
+            taken = range(first, first + chosen.randrange(1, 17))
+            pages = []
+            for page, i in zip(pool.pages(range(16)), taken, strict=False):
+                cut = [(page[0][0], min(1000, len(content(i))))]
+                if (rest := len(content(i)) - 1000) > 0:
+                    cut.append((page[1][0], rest))
+                pages.append(cut)
+            names = [key_of(i) for i in taken]
+            pool.fill(range(16), seed=chosen.random())
+            if not store.num_leading(names[:1]) or chosen.random() < 0.1:
+                for page, i in zip(pages, taken, strict=True):
+                    done = 0
+                    for address, size in page:
+                        ctypes.memmove(address, content(i)[done : done + size], size)
+                        done += size
+                store.save(names, pages)
+            for page, i, fine in zip(pages, taken, store.load(names, pages), strict=True):
+                found = b"".join(ctypes.string_at(*part) for part in page)
+                if fine and found != content(i):
+                    wrong.append(i)
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+    assert read_from["files"] > 100
+    events = stores[0].figures.by_event()
+    if probe_holes(Vfs(), str(tmp_path / "probe")) is None:
+        assert read_from["slots"] > 100
+    assert any("evict" in event or "overwritten" in event for event in events), events
+
+
+def test_a_page_of_another_namespace_is_a_miss(form, pool, opened, stored, tmp_path):
     store = stored(opened(disk(tmp_path)))
     other = stored(opened(disk(tmp_path), facts={"model": "other"}), 1, 900)
     theirs, ours = reader_of(other), reader_of(store)
-    assert read(theirs, pool) == []
-    folders = [reader._namespace for reader in (ours, theirs)]
-    shutil.copytree(tmp_path / folders[0], tmp_path / folders[1], dirs_exist_ok=True)
+    theirs.known = ours.known
     assert read(theirs, pool) == []
     assert read(ours, pool) == [*range(8)]
 
 
-def test_an_expired_page_is_a_miss(pool, opened, stored, tmp_path):
+def test_an_expired_page_is_a_miss(form, pool, opened, stored, tmp_path, monkeypatch, until):
     store = stored(opened(disk(tmp_path, ttl_s=1000)))
-    reader, now_s = reader_of(store), time.time()
-    assert read(reader, pool) == [*range(8)]
-    for i, chunk in enumerate(stored_in(tmp_path)):
-        age_s = 1001 if i == 5 else 900
-        os.utime(chunk.path, (now_s - age_s, now_s))
-    assert read(reader, pool) == [0, 1, 2, 3, 4, 6, 7]
-    assert read(reader, pool) == [0, 1, 2, 3, 4, 6, 7], "a look is no use"
+    assert read(reader_of(store), pool) == [*range(8)]
+    now_ns = expiry.now_ns() + 900 * 10**9
+    monkeypatch.setattr(expiry, "now_ns", lambda: now_ns)
+    assert all(store.load(keys(5), pool.pages(range(20, 25))))
+    assert all(store.load(keys(2, 6), pool.pages(range(20, 22))))
+    until(lambda: places_of(store, keys(1)) != [])
+    now_ns += 101 * 10**9
+    assert read(reader_of(store), pool) == [0, 1, 2, 3, 4, 6, 7]
+    assert read(reader_of(store), pool) == [0, 1, 2, 3, 4, 6, 7], "a look is no use"
+    answers = [True] * 5 + [False] + [True] * 2
+    assert store.load(keys(8), pool.pages(range(20, 28))) == answers
 
 
 @pytest.mark.parametrize("kind", ["encrypted", "direct"])
 def test_a_tier_that_is_encrypted_or_reads_directly_is_left_to_the_server(
-    pool, opened, stored, sent, tmp_path, kind
+    form, pool, opened, stored, sent, tmp_path, kind
 ):
     if kind == "encrypted":
         pytest.importorskip("cryptography")
@@ -300,16 +571,17 @@ def test_after_some_misses_in_a_row_no_further_page_is_tried(pool, opened, store
 
     def miss(*asked):
         tried.append(asked)
-        return False
+        return []
 
-    reader = CachedFiles(b"/", *root_of("/"), "00" * 32, None)
+    reader = CachedFiles(b"/", *root_of("/"), "00" * 32)
+    asked = keys(8), pool.pages(range(8)), [Run(i, 1, f"{i}", 0, 0) for i in range(8)]
     monkeypatch.setattr(reader, "_read", miss)
-    assert read(reader, pool) == []
+    assert reader.read(*asked, LATER_S) == []
     assert len(tried) == MOST_MISSES
     tried.clear()
-    monkeypatch.setattr(reader, "_read", lambda *asked: bool(miss(*asked) or len(tried) % 4 == 0))
-    assert read(reader, pool) == [3, 7]
-    assert reader.read(keys(8), pool.pages(range(8)), time.monotonic()) == [], "it is late"
+    monkeypatch.setattr(reader, "_read", lambda *a: miss(*a) or [len(tried) - 1][len(tried) % 4 :])
+    assert reader.read(*asked, LATER_S) == [3, 7]
+    assert reader.read(*asked, time.monotonic()) == [], "it is late"
 
 
 class Broken:
@@ -318,7 +590,7 @@ class Broken:
     def __init__(self, place):
         self.place = place
 
-    def read(self, asked, pages, until_s):
+    def read(self, asked, pages, places, until_s):
         return [len(asked)]
 
 
@@ -328,7 +600,7 @@ def root_of(path):
 
 
 def test_a_clear_while_pages_are_read_makes_them_misses(
-    pool, opened, stored, tmp_path, monkeypatch
+    form, pool, opened, stored, tmp_path, monkeypatch
 ):
     store = stored(opened(disk(tmp_path)))
     original = CachedFiles.read
@@ -347,7 +619,7 @@ def test_a_clear_while_pages_are_read_makes_them_misses(
 
 
 def test_new_weights_while_pages_are_read_make_them_misses(
-    pool, opened, stored, sent, tmp_path, monkeypatch
+    form, pool, opened, stored, sent, tmp_path, monkeypatch
 ):
     store = stored(opened(disk(tmp_path)))
     original = CachedFiles.read
@@ -371,7 +643,9 @@ def test_new_weights_while_pages_are_read_make_them_misses(
 
 
 @pytest.mark.parametrize("asks", [False, True])
-def test_a_page_that_is_not_listed_is_not_read_in_place(pool, opened, stored, sent, tmp_path, asks):
+def test_a_page_that_is_not_listed_is_not_read_in_place(
+    form, pool, opened, stored, sent, tmp_path, asks
+):
     store = stored(opened(disk(tmp_path), asks=asks))
     tier = store._client.tiers["disk"]
     store._lookup.forget(tier, tier.listing, keys(1, 2))
@@ -465,7 +739,7 @@ def test_a_file_system_without_such_reads_is_not_asked_to_open_a_file_so(
 
 
 def test_names_that_the_kernel_has_not_in_memory_are_left_to_the_server(
-    pool, opened, stored, tmp_path, monkeypatch
+    pool, opened, stored, sent, tmp_path, monkeypatch
 ):
     store = stored(opened(disk(tmp_path)))
 
@@ -475,10 +749,14 @@ def test_names_that_the_kernel_has_not_in_memory_are_left_to_the_server(
     with monkeypatch.context() as patched:
         patched.setattr(Vfs, "open_cached", staticmethod(would_wait))
         assert store.load(keys(8), pool.pages(range(20, 28))) == [True] * 8
-    assert read(store._in_place._readers["disk"][1], pool) == [*range(8)], "it is tried again"
+    messages = sent(store)
+    assert store.load(keys(8), pool.pages(range(20, 28))) == [True] * 8
+    assert of(messages, Load) == [], "it is tried again"
 
 
-def test_the_next_tier_is_asked_for_what_the_first_one_lost(pool, opened, stored, sent, tmp_path):
+def test_the_next_tier_is_asked_for_what_the_first_one_lost(
+    form, pool, opened, stored, sent, tmp_path
+):
     store = stored(opened(disk(tmp_path / "a"), disk(tmp_path / "b")))
     for chunk in stored_in(tmp_path / "a")[:3]:
         chunk.wipe()
@@ -490,7 +768,7 @@ def test_the_next_tier_is_asked_for_what_the_first_one_lost(pool, opened, stored
     assert [order.keys for order in of(messages, Load)] == [keys(3)]
 
 
-def test_another_folder_under_the_roots_name_is_not_read(pool, opened, stored, tmp_path):
+def test_another_folder_under_the_roots_name_is_not_read(form, pool, opened, stored, tmp_path):
     root = tmp_path / "kv"
     store = stored(opened(disk(root)))
     reader = reader_of(store)
@@ -507,10 +785,9 @@ def test_another_folder_under_the_roots_name_is_not_read(pool, opened, stored, t
 def test_a_mount_over_the_root_that_hangs_is_not_asked(tmp_path):
     root = tmp_path / "kv"
     root.mkdir()
-    reader, answers = CachedFiles(bytes(root), *root_of(root), "00" * 32, None), []
-    thread = threading.Thread(
-        target=lambda: answers.append(reader.read(keys(1), [[]], LATER_S)), daemon=True
-    )
+    reader, answers = CachedFiles(bytes(root), *root_of(root), "00" * 32), []
+    asked = keys(1), [[]], [Run(0, 1, "a", 0, 0)], LATER_S
+    thread = threading.Thread(target=lambda: answers.append(reader.read(*asked)), daemon=True)
     with hung_mount(root):
         thread.start()
         thread.join(5)
@@ -528,6 +805,9 @@ def test_pages_of_a_plug_in_without_a_right_reader_are_loaded_by_the_server(
         def in_place(self):
             return {"place": 1}
 
+        def places(self, keys):
+            return [0]
+
     plug_in("mine", Theirs)
     store = stored(opened({"type": "mine", "capacity": "1MiB"}, {"type": "memory"}))
     messages = sent(store)
@@ -537,7 +817,7 @@ def test_pages_of_a_plug_in_without_a_right_reader_are_loaded_by_the_server(
     assert [line for line in caplog.messages if line.startswith("mine: reads in place failed: ")]
 
 
-def test_no_link_is_followed(pool, opened, stored, tmp_path):
+def test_no_link_is_followed(form, pool, opened, stored, tmp_path):
     store = stored(opened(disk(tmp_path / "kv")))
     chunk, *_ = stored_in(tmp_path / "kv")
     aside = tmp_path / "aside"
@@ -554,7 +834,7 @@ def test_no_link_is_followed(pool, opened, stored, tmp_path):
 
 
 @pytest.mark.parametrize("part", ["namespace", "shard", "file"])
-def test_a_mount_below_the_root_is_not_entered(pool, opened, stored, tmp_path, part):
+def test_a_mount_below_the_root_is_not_entered(form, pool, opened, stored, tmp_path, part):
     """The call that opens a file keeps the GIL, and the server of such a mount might hang in it."""
     reader = reader_of(stored(opened(disk(tmp_path / "kv"))))
     chunk, *_ = stored_in(tmp_path / "kv")
@@ -565,7 +845,7 @@ def test_a_mount_below_the_root_is_not_entered(pool, opened, stored, tmp_path, p
     assert read(reader, pool) == [*range(8)]
 
 
-def test_a_forked_child_reads_nothing(pool, opened, stored, tmp_path):
+def test_a_forked_child_reads_nothing(form, pool, opened, stored, tmp_path):
     reader = reader_of(stored(opened(disk(tmp_path))))
     if (child := os.fork()) == 0:
         os._exit(len(read(reader, pool)))
@@ -574,7 +854,7 @@ def test_a_forked_child_reads_nothing(pool, opened, stored, tmp_path):
     assert read(reader, pool) == [*range(8)]
 
 
-def test_nothing_stays_open(pool, opened, stored, tmp_path):
+def test_nothing_stays_open(form, pool, opened, stored, tmp_path):
     store = stored(opened(disk(tmp_path)))
     reader = reader_of(store)
     stored_in(tmp_path)[2].flip(-1)

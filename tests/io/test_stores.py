@@ -143,10 +143,11 @@ def test_a_store_that_cannot_order_what_it_evicts_is_only_logged(caplog):
 def test_a_store_that_cannot_be_read_in_place_is_only_logged(caplog):
     class Stubborn(MemoryBackend):
         reader = None
-        in_place = used = Broken._fail
+        in_place = places = used = Broken._fail
 
     store = OpenStore("theirs", Stubborn(MemoryOptions(), "n"))
     assert store.in_place() == {}
+    assert store.places(KEYS) == []
     store.used(KEYS)
     assert caplog.messages == ["theirs: in_place failed: RuntimeError('out of order')"]
 
@@ -162,12 +163,17 @@ async def test_what_a_wrapper_passes_through_or_a_subclass_has_is_not_read_in_pl
 
 
 @pytest.mark.parametrize(
-    "named", [{"in_place": True, "used": 7, "reader": 1}, {"in_place": dict, "used": set}]
+    "named",
+    [
+        {"in_place": True, "places": 1, "used": 7, "reader": 1},
+        {"in_place": dict, "places": set, "used": set},
+    ],
 )
 def test_attributes_of_a_store_that_mean_something_else_read_nothing_in_place(named):
     theirs = type("Theirs", (MemoryBackend,), named)
     store = OpenStore("theirs", theirs(MemoryOptions(), "n"))
     assert store.in_place() == {}
+    assert store.places(KEYS) == []
     store.used(KEYS)
 
 

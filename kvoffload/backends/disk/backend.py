@@ -5,7 +5,7 @@ This module is the asynchronous face. ``store`` keeps the chunks, in one of two 
 ``slots`` has many small chunks in a ``segment``, and reads and writes them; ``segments`` knows
 which chunk is where, and ``descriptors`` has a few of their files open. Of both,
 ``file_calls`` asks what the page cache has, and ``cache_room`` judges whether stores may fill it.
-In an engine's process ``cached_files`` reads files that the page cache has.
+In an engine's process ``cached_files`` reads chunks of both that the page cache has.
 ``index`` knows which exist, ``space`` makes room, and a ``reservation`` has that of a job. ``root``
 opens the folder, whose processes share ``quota``, ``locks`` and ``limits``. ``housekeeper`` works
 in the background; its ``scanner`` compares the index with the folders.
@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 from kvoffload.backends.base import Described, ReadResult, Removal, Usage, Written, check_lengths
 from kvoffload.backends.blocking_pool import run_once, start_once
 from kvoffload.backends.disk import manifest
-from kvoffload.backends.disk.cached_files import CachedFiles, facts_for_readers
+from kvoffload.backends.disk.cached_files import CachedFiles, Run, facts_for_readers, runs_in
 from kvoffload.backends.disk.chunk_file import bytes_on_disk
 from kvoffload.backends.disk.housekeeper import Housekeeper
 from kvoffload.backends.disk.index import Name, name_of, named
@@ -80,7 +80,7 @@ class DiskBackend(ThreadPoolBackend):
             self.io_mode, self.io_reason = self._store.io_mode, self._store.io_reason
             self.room = self._store.room
             self.why_no_slots = self._store.why_no_slots
-            of_root = self._store.path, self._store.namespaces[0], self._store.root.limits.ttl_s
+            of_root = self._store.path, self._store.namespaces[0]
             scratch = self._store.root.temporary(counted=False)
             is_direct = self.io_mode == "direct"
             self._for_readers = {} if is_direct else facts_for_readers(vfs, scratch, *of_root)
@@ -298,6 +298,14 @@ class DiskBackend(ThreadPoolBackend):
         """Return what :class:`CachedFiles` needs; empty: chunks are encrypted, or read directly."""
         is_plain = isinstance(self._store.files.chunks.seal, ChecksumSeal)
         return self._for_readers if is_plain else {}
+
+    def places(self, keys: Sequence[bytes]) -> list[Run]:
+        """Return where chunks are that have surely not expired, for :class:`CachedFiles`."""
+        if not self._is_serving:
+            return []
+        store, names = self._store, [name_of(0, key) for key in keys]
+        known = [name if store.knows(name) else b"" for name in names]
+        return list(runs_in(store.segments, store.path, store.namespaces[0], known))
 
     def used(self, keys: Sequence[bytes]) -> None:
         """Note a use of chunks that an engine has read in place."""

@@ -1,6 +1,6 @@
-"""Pages that the calling thread loads itself, without the I/O server: reads that cannot wait.
+"""Pages that the calling thread loads itself: the I/O server says where, and the read cannot wait.
 
-They end before the call does. So they go into the engine's memory at once, without a slot.
+It ends before the call does. So it goes into the engine's memory at once, without a staging slot.
 """
 
 import logging
@@ -27,7 +27,7 @@ class PagesInPlace:
     """
 
     def __init__(self, client: IOClient) -> None:
-        self._client = client
+        self._in_place = client.in_place
         self._types = {tier.name: tier.type for tier in client.opening.tiers}
         self._readers: dict[str, tuple[dict[str, Any], Any]] = {}
         """Tier → the last one, and what it was made with."""
@@ -47,12 +47,15 @@ class PagesInPlace:
 
         ``places``: in the call. ``sizes``: of all its pages.
         """
-        if not (facts := tier.in_place):  # after the number: see :meth:`RemoteTier.reset`
+        # After the number: see :meth:`RemoteTier.reset`.
+        if not (facts := tier.in_place) or not places:
             return []
-        asked = [keys[i] for i in places], [pages[i] for i in places], until_s
-        begun_s = time.monotonic()
+        begun_s, asked, in_place = time.monotonic(), [keys[i] for i in places], self._in_place
         try:
-            loaded = [places[i] for i in self._reader_of(tier, facts).read(*asked)]
+            if not (found := in_place.places(tier, asked, until_s)):
+                return []
+            memory, reader = [pages[i] for i in places], self._reader_of(tier, facts)
+            loaded = [places[i] for i in reader.read(asked, memory, found, until_s)]
         except Exception as error:  # a plug-in's
             self._warnings.warning("%s: reads in place failed: %r", tier.name, error)
             return []
@@ -60,7 +63,7 @@ class PagesInPlace:
             return []
         seconds = time.monotonic() - begun_s
         num_bytes, used = sum(sizes[i] for i in loaded), [keys[i] for i in loaded]
-        return loaded if self._client.has_read(tier, listing, used, num_bytes, seconds) else []
+        return loaded if in_place.has_read(tier, listing, used, num_bytes, seconds) else []
 
     def _reader_of(self, tier: RemoteTier, facts: dict[str, Any]) -> Any:
         made_with, reader = self._readers.get(tier.name, ({}, None))

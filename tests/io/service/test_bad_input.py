@@ -29,6 +29,7 @@ from kvoffload.io.protocol import (
     Expect,
     Forget,
     Load,
+    Locate,
     MessageReader,
     Open,
     Refused,
@@ -271,6 +272,7 @@ OF_EACH_TYPE = [
     Release(5),
     Ask("serve", KEYS),
     Forget("serve", KEYS),
+    Locate("serve", KEYS, 1),
     Used("serve", KEYS),
     Remove("serve", KEYS),
     Await(1, KEYS),
@@ -310,7 +312,7 @@ def test_each_type_of_message_is_tried_with_wrong_numbers():
         *("Open.version", "Open.chunk_bytes", "Open.slot_bytes", "Open.lookup_timeout_s"),
         *("Open.number", "Open.hint_share", "Load.job", "Load.slots", "Load.sizes"),
         *("Store.job", "Store.slots", "Store.sizes", "Cancel.job", "Release.loan"),
-        *("Await.request", "Expect.returns"),
+        *("Locate.number", "Await.request", "Expect.returns"),
     }
 
 
