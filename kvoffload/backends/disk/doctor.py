@@ -307,7 +307,7 @@ async def _measured_in(scratch: str, root: str, given: Mapping[str, Any]) -> lis
             "small chunks",
             (why_files, "warning",
              f"a file each: parts of a file cannot be freed here ({why_files})",
-             "nothing, if chunks have more than 256 KiB; otherwise another file system"),
+             "nothing, if chunks have more than 1 MiB; otherwise another file system"),
             (has_older, "warning", "a file each, while an engine of an older version has it open",
              "stop that engine: it neither counts nor evicts chunks in slots"),
             (True, "ok", "in slots of segments: parts of a file can be freed here", ""),

@@ -22,7 +22,7 @@ from kvoffload.backends.disk.slot_places import At, gone
 from kvoffload.backends.disk.vfs import Vfs
 from kvoffload.backends.header import counted_as
 
-MOST_CHUNK_BYTES = 256 << 10
+MOST_CHUNK_BYTES = 1 << 20
 """Longer chunks have files of their own."""
 _MOST_USES = 128
 """So many times of use are written at once: stores wait for it."""

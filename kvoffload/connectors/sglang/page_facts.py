@@ -18,7 +18,7 @@ from kvoffload.identity import Fact
 log = logging.getLogger(__name__)
 
 FIRST, LAST = (0, 5, 23), (0, 5, 23)
-SMALL_BYTES, ENOUGH_BYTES = 256 << 10, 512 << 10
+SMALL_BYTES, ENOUGH_BYTES = 128 << 10, 256 << 10
 """Up to the first, a page costs more than its bytes do; the second is the least to advise."""
 _COMPUTED = (
     "storage_format_tag", "head_num", "head_dim", "v_head_dim", "kv_lora_rank", "dtype", "layout",
@@ -86,9 +86,8 @@ def warn_of_small_pages(page_size: int, page_bytes: int) -> None:
     while page_bytes * factor < ENOUGH_BYTES:
         factor *= 2
     log.warning(
-        "kvoffload: a page of %d tokens has %s on this rank. Each page costs system calls and "
-        "a message, so small pages are stored and loaded slowly: set --page-size %d, which "
-        "makes pages of %s",
+        "kvoffload: a page of %d tokens has %s on this rank. Each page costs calls, so small "
+        "pages are stored and loaded slowly: set --page-size %d, which makes pages of %s",
         page_size,
         human_bytes(page_bytes),
         page_size * factor,

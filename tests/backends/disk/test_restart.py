@@ -333,7 +333,7 @@ vfs = StuckVfs(lambda name, path: hung and name == call)
 io = IOLoop()
 options = DiskOptions(root=root, min_free=ByteSize(0), io="buffered", stall_s=60.0)
 backend = DiskBackend(options, "hung", vfs=vfs)
-keys, SIZE = keys_of(2), 300 << 10  # too long for slots
+keys, SIZE = keys_of(2), (1 << 20) + 4096  # too long for slots
 assert io.call(backend.write(keys, filled(keys, SIZE))) == [True] * 2
 let_calls_hang_after(backend, 0.2)
 hung = True

@@ -23,7 +23,7 @@ from disk_parts import (
 )
 
 from kvoffload.backends.admin import Check, Garbage
-from kvoffload.backends.base import ReadResult
+from kvoffload.backends.base import ReadResult, WriteResult
 from kvoffload.backends.disk import admin
 from kvoffload.backends.disk.index import name_of
 from kvoffload.backends.disk.inspector import DiskInspector
@@ -87,7 +87,7 @@ async def test_an_evicted_chunk_is_overwritten_in_its_slot(tmp_path):
 
 async def test_what_has_no_slot_has_a_file(tmp_path):
     backend = open_segments(tmp_path)
-    sizes = [(256 << 10) + 1, *(4096 * i for i in range(1, 18))]
+    sizes = [(1 << 20) + 1, *(4096 * i for i in range(1, 18))]
     keys = keys_of(len(sizes))
     for key, size in zip(keys, sizes, strict=True):
         assert await backend.write([key], filled([key], size)) == [True]
@@ -97,6 +97,21 @@ async def test_what_has_no_slot_has_a_file(tmp_path):
     assert len(tables(tmp_path)) == 16
     for key, size in zip(keys, sizes, strict=True):
         assert await backend.read([key], slots(1, size)) == [True]
+
+
+async def test_the_longest_chunk_that_has_a_slot_replaces_what_was_a_file(tmp_path):
+    size, keys = 1 << 20, keys_of(3)
+    old = open_disk(tmp_path, form="files")
+    assert await old.write(keys[:2], filled(keys[:2], size)) == [True] * 2
+    await old.close()
+    backend = open_segments(tmp_path)
+    await backend.remove(keys[1:2])
+    assert await backend.write(keys, filled(keys, size)) == [WriteResult.PRESENT, True, True]
+    assert files(tmp_path) == {keys[0].hex()}
+    assert slot_blocks(tmp_path) == 2 * (size + 4096)
+    into = slots(3, size)
+    assert await backend.read(keys, into) == [True] * 3
+    assert into == filled(keys, size)
 
 
 async def test_chunks_without_a_byte_are_found_by_another_process(tmp_path):

@@ -346,11 +346,11 @@ def test_a_pool_that_comes_later_with_larger_pages_restores_nothing(attach, unti
 def test_small_pages_are_warned_of_with_the_page_size_to_set(attach, caplog):
     attach(Pool())  # 512 bytes
     assert "a page of 4 tokens has 512 B on this rank" in caplog.text
-    assert "set --page-size 4096, which makes pages of 512.0 KiB" in caplog.text
+    assert "set --page-size 2048, which makes pages of 256.0 KiB" in caplog.text
 
 
 @pytest.mark.parametrize(
-    ("page_bytes", "size"), [(0, None), (256 << 10, 32), ((256 << 10) + 1, None), (96 << 10, 128)]
+    ("page_bytes", "size"), [(0, None), (128 << 10, 32), ((128 << 10) + 1, None), (48 << 10, 128)]
 )
 def test_the_page_size_to_set_is_the_least_that_helps(caplog, page_bytes, size):
     warn_of_small_pages(16, page_bytes)
