@@ -45,7 +45,8 @@ KEYS_PER_MESSAGE = 1024
 class ReadInPlace(Protocol):
     """A store with chunks that an engine of this host reads itself, where that takes no wait.
 
-    Its class has an attribute ``reader``, which is called with what :meth:`in_place` returns.
+    Its class has an attribute ``reader``, which is called with what :meth:`in_place` returns. What
+    that makes has a method ``read``, as that of the disk tier.
     """
 
     def in_place(self) -> dict[str, Any]:
@@ -53,7 +54,7 @@ class ReadInPlace(Protocol):
         ...
 
     def places(self, keys: Sequence[bytes]) -> Sequence[Any]:
-        """Return what the reader needs to find these chunks; does no I/O."""
+        """Return what the reader takes to find those of these chunks that are there; no I/O."""
         ...
 
     def used(self, keys: Sequence[bytes]) -> None:
