@@ -242,12 +242,10 @@ class Generations:
 
     def begin(self) -> None:
         """Give the tiers a new namespace, unless this one has no chunks."""
-        half = self._half
         if self._may_have_chunks:
             self._may_have_chunks = False
             self.order = uuid.uuid4().hex
-            half.tiers.renew(self.order)
-            half.adapter.manager.replace_tiers(half.tiers.tiers)
+            self._half.renew_tiers(self.order)
 
     def take_order(self, stores: bool) -> str | None:
         """Return a generation for the workers, before the stores of this step."""

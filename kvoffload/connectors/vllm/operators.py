@@ -120,9 +120,7 @@ class Operators(Operated):
         if tier != HOST and half.tiers.tiers:
             half._table.mark_stale()
             self._name, self._answers = uuid.uuid4().hex, {}
-            half.tiers.renew(self._name)
-            half.adapter.manager.replace_tiers(half.tiers.tiers)
-            half.tell_emptied()
+            half.renew_tiers(self._name)
             half.adapter.changes += 1
             self.emptied = self._name, tier
             while len(self._answers) < half.config.num_workers:

@@ -481,7 +481,6 @@ class KVOffloadScheduler(OffloadingConnectorScheduler):  # type: ignore[misc]  #
         self.empty_host_memory()
         if not self.settings.fixed_weights:
             self.generations.begin()
-        self.tell_emptied()
 
     def empty_host_memory(self) -> None:
         """Empty it between two steps; what is computing now is not stored any more.
@@ -496,8 +495,15 @@ class KVOffloadScheduler(OffloadingConnectorScheduler):  # type: ignore[misc]  #
         withheld_stores.bar_computing(self)
         self._due.again(self._req_status)
         self._table.mark_stale()
+        self._tell_emptied()
 
-    def tell_emptied(self) -> None:
+    def renew_tiers(self, generation: str) -> None:
+        """Find nothing in any tier of what was stored before this generation."""
+        self.tiers.renew(generation)
+        self.adapter.manager.replace_tiers(self.tiers.tiers)
+        self._tell_emptied()
+
+    def _tell_emptied(self) -> None:
         """Make the events of what was removed, before chunks of the same keys are described."""
         if self._describes_chunks:
             self._told.extend(super().take_events())

@@ -21,7 +21,7 @@ import pytest
 pytest.importorskip("vllm.version", reason="vLLM is not installed; see make test-vllm")
 
 from vllm.config import KVEventsConfig
-from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved
+from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, BlockStored
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.events import OffloadingEventsTracker
 from vllm.v1.kv_offload.base import Medium, OffloadingKVEventsConfig
 
@@ -131,6 +131,29 @@ def test_after_new_weights_routers_find_no_chunk_of_the_old_ones(models, tmp_pat
         assert not found
         assert rig.scheduler.reset_prefix_cache()
         assert ask() == whole
+
+
+def test_chunks_that_follow_emptied_host_memory_are_told_with_tokens(models, publishing):
+    extra = {"cpu_bytes": "4MiB", "blocks_per_chunk": 2, **publishing}
+    told = []
+    with halves.Halves(models("llama"), ours(extra)) as rig:
+        rig.quiet()
+        rig.scheduler.kv_event_publisher.publish = lambda batch: told.extend(batch.events)
+        prompt = random.Random(0).choices(range(3, 512), k=20 * halves.BLOCK + 3)
+        for _ in range(2):
+            told.clear()
+            rig.add(prompt, 2)
+            rig.quiet()
+            tokens = [
+                event.token_ids
+                for event in told
+                if isinstance(event, BlockStored) and event.medium == "CPU"
+            ]
+            assert tokens
+            assert all(tokens), "no router finds a chunk without tokens"
+            half = rig.scheduler.connector.connector_scheduler
+            assert list(half.operators.clear("cpu")) == [""]
+            assert rig.scheduler.reset_prefix_cache()
 
 
 def test_what_events_tell_of_a_chunk_is_forgotten_with_the_chunk(
