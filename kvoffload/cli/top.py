@@ -46,11 +46,13 @@ COLUMNS = {
     "corrupt": "corrupt",
 }
 """Counter of a tier → its title."""
-LOOKUPS, EVENTS = page_name(names.LOOKUPS), page_name(names.TIER_EVENTS)
-UP = page_name(names.TIER_UP)
-_TROUBLE = re.compile(r"refused_.*|.*_lost_.*|(read|write|lookup)_(io_.*|full|stalled|unsafe)")
+EVENTS, UP = page_name(names.TIER_EVENTS), page_name(names.TIER_UP)
+_TROUBLE = re.compile(
+    r"refused_.*|.*_lost_.*|.*_failed|(read|write|lookup)_(io_.*|full|late|no_server|stalled|unsafe)"
+)
 """Events of a tier that say why it is away, or does not store or load."""
 _MOST_REASONS = 3
+LOOKUPS = page_name(names.LOOKUPS)
 HITS, ALL = "lookups that hit", "lookups of all tiers"
 """What is summed up of it: for each tier, and for the engine."""
 OF_TIERS = {

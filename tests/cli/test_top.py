@@ -187,6 +187,18 @@ kvoffload_tier_events_total{tier="disk",reason="evicted"} 4000
     assert not any(line.startswith("disk: ") for line in lines)
 
 
+@pytest.mark.parametrize(
+    "reason",
+    ["read_late", "lookup_late", "write_no_server", "write_failed", "connect_failed"],
+)
+def test_what_a_store_counts_while_it_does_not_answer_is_a_reason(reason):
+    page = f"""
+kvoffload_tier_up{{tier="a"}} 0
+kvoffload_tier_events_total{{tier="a",reason="{reason}"}} 3
+"""
+    assert f"a: {reason} 3" in shown_of(of_page(page)).splitlines()
+
+
 def test_a_tier_that_is_down_in_some_engines_of_a_page_is_not_said_to_be_up():
     page = "".join(
         f'kvoffload_tier_up{{engine="{i}",tier="disk"}} {int(i > 0)}\n' for i in range(4)
