@@ -1,6 +1,7 @@
 """What the random model adds up, while stores write and before they have started all threads."""
 
 import contextlib
+import random
 import threading
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from kvoffload.backends.disk.paths import SHARDS
 from kvoffload.testing.backends import keys_of
 from tests.support.disk_chunks import stored_in
 from tests.support.random_model import sums
+from tests.support.random_model.faults import Faults
 from tests.support.vfs import HookedVfs
 
 
@@ -77,3 +79,17 @@ async def test_a_folder_tier_may_start_its_threads_after_the_first_rest(tmp_path
             with running(left), pytest.raises(AssertionError, match=left):
                 held.check()
     await backend.close()
+
+
+def test_chunks_are_exchanged_within_their_store_alone(tmp_path):
+    """Else a plain chunk of another store would lie in one that encrypts."""
+    roots = [tmp_path / "plain", tmp_path / "encrypted"]
+    for root in roots:
+        (root / "n").mkdir(parents=True)
+        for i in range(20):
+            (root / "n" / f"{i:064x}").write_bytes(bytes(100))
+    before = [{path.stat().st_ino for path in root.glob("n/*")} for root in roots]
+    faults = Faults(random.Random(0), [None], None, roots, None)
+    for _ in range(50):
+        faults.damage()
+    assert [{path.stat().st_ino for path in root.glob("n/*")} for root in roots] == before

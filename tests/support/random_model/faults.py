@@ -148,8 +148,8 @@ class Faults:
         """Turn a bit of some chunks and tables of slots, cut chunks off, or exchange them."""
         self.are_files_touched = True
         self._damage_slots()
-        if self._draw.random() < 0.2:
-            file_faults.swap(self._some_chunks(4))
+        if self._roots and self._draw.random() < 0.2:
+            file_faults.swap(self._some_chunks(4, [self._draw.choice(self._roots)]))
         for path in self._some_chunks(4):
             with contextlib.suppress(OSError):
                 size = path.stat().st_size
@@ -192,8 +192,9 @@ class Faults:
                 root.rename(gone)
             shutil.rmtree(gone, ignore_errors=True)
 
-    def _some_chunks(self, most):
-        paths = [path for root in self._roots for path in _files(root) if len(path.name) > 40]
+    def _some_chunks(self, most, roots=None):
+        roots = self._roots if roots is None else roots
+        paths = [path for root in roots for path in _files(root) if len(path.name) > 40]
         return self._draw.sample(paths, min(most, len(paths)))
 
     def operate(self):
