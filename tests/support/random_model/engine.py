@@ -14,6 +14,8 @@ LOAD_S, PAUSE_S = 20.0, 1.0
 """A load that takes longer hangs, but for times in which nothing polls."""
 TTL_S = 4.0
 """So long that a chunk is loaded before, and so short that many expire in a run."""
+MOST_GROWTH = 2
+"""By how much a start may multiply the first capacity of a tier."""
 VOCABULARY = 50
 MODELS = ("random", "other")
 
@@ -51,7 +53,7 @@ def others(draw, tiers):
     changed = [dict(tier) for tier in draw.sample(tiers, len(tiers))]
     for tier in changed:
         if "capacity" in tier:
-            tier["capacity"] = int(tier["capacity"] * draw.choice((0.5, 1, 1, 2)))
+            tier["capacity"] = int(tier["capacity"] * draw.choice((0.5, 1, 1, MOST_GROWTH)))
         if "tenant_share" in tier:
             tier["tenant_share"] = draw.choice((0.4, 1.0))
         if tier["type"] == "rough":

@@ -27,7 +27,14 @@ from tests.support import redis_server
 from tests.support.host_server import ROOT, HostServer
 from tests.support.random_model import hostile, sums
 from tests.support.random_model.cache import KINDS, Memory
-from tests.support.random_model.engine import MODELS, VOCABULARY, ModelEngine, changeable, rough
+from tests.support.random_model.engine import (
+    MODELS,
+    MOST_GROWTH,
+    VOCABULARY,
+    ModelEngine,
+    changeable,
+    rough,
+)
 from tests.support.random_model.faults import Faults, new_key, write_keys
 from tests.support.random_model.late_copies import LateCopier, install
 from tests.support.random_model.pages import PageEngine
@@ -70,7 +77,8 @@ class Model:
         self.roots = []
         self.server = self.host = self.manager = None
         self.encrypted, self.key_files = [], []
-        self.disks = []
+        self.capacities = {}
+        """Root of a disk tier → the most that any settings of it allow."""
         self.settings = self._settings(folder)
         self.engine = ModelEngine(draw, self.memory, self.settings)
         """The one that the model looks at."""
@@ -164,7 +172,7 @@ class Model:
                 tier["tenant_share"] = draw.choice((0.4, 1.0))
             if name == "rough":
                 capacity = num_chunks * (chunk_bytes + 8192)
-                self.disks.append(root)
+                self.capacities[root] = MOST_GROWTH * capacity
                 tier |= {"capacity": capacity, "min_free": 0, **rough(draw)}
                 tier["io"] = draw.choice(("auto", "direct", "buffered"))
             tiers.append(tier)
@@ -414,9 +422,9 @@ class Model:
     def _check_tiers(self):
         may_shrink = {"restart", "other settings"} & {*self.faults.log}
         within_s = sums.REST_S if may_shrink else 0.0  # one that starts with less room evicts
-        for root in self.disks:
+        for root, most in self.capacities.items():
             too_full = "the disk tier is above its capacity"
-            self._await(partial(sums.has_room, root), too_full, within_s)
+            self._await(partial(sums.has_room, root, most), too_full, within_s)
         for root in self.roots:
             assert not (violations := sums.violations(root)), violations
         for root in self.encrypted:

@@ -239,12 +239,12 @@ def chunk_bytes(root):
     return sum(chunk.allocated_bytes for chunk in stored_in(root))
 
 
-def has_room(root):
+def has_room(root, most_bytes):
     """Whether a disk tier has at most what its processes agreed on, which they record."""
     with contextlib.suppress(ValueError):
         if limits := read_limits(Vfs(), str(root)):
-            return chunk_bytes(root) <= limits.capacity_bytes
-    return True  # an engine records them again
+            return chunk_bytes(root) <= limits.capacity_bytes <= most_bytes
+    return chunk_bytes(root) <= most_bytes  # an engine records them again
 
 
 def plain_chunks(root):
