@@ -8,8 +8,10 @@ import time
 from disk_parts import SIZE, open_disk, write
 
 from kvoffload.backends import log_rate
+from kvoffload.backends.disk.chunk_file import PAGE
 from kvoffload.backends.log_rate import Throttle
 from kvoffload.testing.backends import keys_of, slots
+from tests.support.other_version import VERSION, resealed
 from tests.support.vfs import FailingVfs
 
 log = logging.getLogger("kvoffload.test")
@@ -89,3 +91,33 @@ async def test_a_device_that_fails_all_loads_for_ten_minutes_is_a_line_a_minute(
     lines = messages(caplog, "cannot read")
     assert 2 <= len(lines) <= 11
     assert lines[0].endswith(": io_EIO; see whether the device is well")
+
+
+async def test_each_reason_why_chunks_cannot_be_read_is_told_with_its_remedy(tmp_path, caplog):
+    reads = ("preadv", "read_cached")
+    bad = FailingVfs(0, errno.EIO, sticky=True, when=lambda call, path: call in reads)
+    backend, keys = open_disk(tmp_path, vfs=bad, io="buffered"), keys_of(2)
+    await write(backend, keys)
+    (path,) = tmp_path.glob(f"*/??/{keys[1].hex()}")
+    path.write_bytes(resealed(path.read_bytes(), PAGE, VERSION, 2))
+    bad.nth = 1
+    assert await backend.read(keys[:1], slots(1, SIZE)) == [False]
+    bad.heal()
+    assert await backend.read(keys[1:], slots(1, SIZE)) == [False]
+    device, version = messages(caplog, "cannot read")
+    assert device.endswith(": io_EIO; see whether the device is well")
+    assert version.endswith(": other_version; engines of two versions use the root: upgrade all")
+
+
+async def test_each_reason_why_chunks_cannot_be_removed_is_told_with_its_remedy(tmp_path, caplog):
+    bad = FailingVfs(0, errno.EIO, sticky=True, when=lambda call, path: call == "unlink")
+    backend, keys = open_disk(tmp_path, vfs=bad, io="buffered"), keys_of(1)
+    await write(backend, keys)
+    bad.nth = 1
+    await backend.remove(keys)
+    bad.error = errno.EROFS
+    await backend.remove(keys)
+    bad.heal()
+    device, mount = messages(caplog, "cannot remove")
+    assert "Input/output error; see whether its device" in device
+    assert mount.endswith("Read-only file system; mount it for writing")

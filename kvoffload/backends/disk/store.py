@@ -78,7 +78,8 @@ class DiskStore(Counts):
         self._publishing = threading.Lock()
         self._large_writes = threading.BoundedSemaphore(options.write_threads or _LARGE_WRITES)
         self._damaged = Throttle(log)
-        self._undeletable, self._unreadable = (Throttle(log, LASTING_S) for _ in range(2))
+        self._said: dict[str, Throttle] = {}
+        """By what cannot be done, and why: one reason must not hide another one's remedy."""
         self._durable = options.durability == "fsync"
         make_policy = load_policy(options.policy)
         try:
@@ -201,10 +202,14 @@ class DiskStore(Counts):
         else:
             self.count(f"read_{reason}")
             path, remedy = self.files.path_of(name), _REMEDIES.get(reason, "")
-            self._unreadable.warning("disk: cannot read %s: %s%s", path, reason, remedy)
+            self._say("read", path, reason, remedy)
             if reason in NOT_DAMAGED:
                 self._pass_over(name, seen)
         return ReadResult.of(reason)
+
+    def _say(self, verb: str, path: str, why: str, remedy: str) -> None:
+        throttle = self._said.setdefault(f"{verb} {why}", Throttle(log, LASTING_S))
+        throttle.warning("disk: cannot %s %s: %s%s", verb, path, why, remedy)
 
     def _pass_over(self, name: Name, seen: Seen | None) -> None:
         """Hide a chunk of another version or key until a store replaces it; it can be evicted."""
@@ -466,9 +471,8 @@ class DiskStore(Counts):
                 pass  # another process removed it, and released its bytes
             except OSError as error:
                 self.count("undeletable")
-                path, why = self.files.path_of(name), error.strerror or error
-                text = "disk: cannot remove %s: %s; %s"
-                self._undeletable.warning(text, path, why, remedy_of(error))
+                why = error.strerror or str(error)
+                self._say("remove", self.files.path_of(name), why, f"; {remedy_of(error)}")
                 self.space.removal_failed(reason_of(error))
                 return False
             self.note_removed(name, reason)
