@@ -24,7 +24,14 @@ from kvoffload.backends.blocking_pool import run_once
 from kvoffload.backends.log_rate import Throttle
 from kvoffload.errors import ConfigError
 from kvoffload.io.loans import Lends
-from kvoffload.io.protocol import Figures, Open, PresenceChanges, TierOpened, TierSettings
+from kvoffload.io.protocol import (
+    Figures,
+    Open,
+    PresenceChanges,
+    TierOpened,
+    TierSettings,
+    carried,
+)
 from kvoffload.policies.told_return import ToldReturn
 
 log = logging.getLogger(__name__)
@@ -126,7 +133,7 @@ class OpenStore:
         if self._in_place is None:
             return {}
         try:
-            return convert(self._in_place.in_place(), dict[str, Any])
+            return carried(self._in_place.in_place(), dict[str, Any])
         except Exception as error:
             self._failed("in_place", error)
             return {}
@@ -136,7 +143,7 @@ class OpenStore:
         if self._in_place is None:
             return []
         try:
-            return convert(self._in_place.places(keys), list[Any])
+            return carried(self._in_place.places(keys), list[Any])
         except Exception as error:
             self._failed("places", error)
             return []
@@ -158,7 +165,7 @@ class OpenStore:
         if (store := self.observable) is None:
             return []
         try:
-            return convert(store.take_removals(), list[tuple[bytes, str]])
+            return carried(store.take_removals(), list[tuple[bytes, str]])
         except Exception as error:
             self._failed("take_removals", error)
             return []

@@ -7,7 +7,7 @@ bytes of chunks never travel here: both ends map the slab, and memory that a ser
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Annotated, Any, get_args
+from typing import Annotated, Any, TypeVar, get_args
 
 import msgspec
 from msgspec.structs import replace
@@ -18,6 +18,7 @@ from kvoffload.policies.told_return import Key, ToldReturn
 VERSION = 17
 HAD = 2
 """In answers to a store: the chunk was there, and nothing was moved."""
+_T = TypeVar("_T")
 _LENGTH_BYTES = 4
 MOST_BYTES = 1 << 28
 """A longer message is none of ours: its length is garbage."""
@@ -386,6 +387,15 @@ def frame(message: ToServer | ToClient) -> bytes:
     # Lists of keys and slots encode faster than they join into one piece of bytes each.
     body = _encoder.encode(message)
     return len(body).to_bytes(_LENGTH_BYTES, "little") + body
+
+
+def carried(value: Any, kind: type[_T]) -> _T:
+    """Return a plug-in's value as a message carries it.
+
+    It raises what would else end the session, and all tiers with it: no message can carry a text
+    that is none of Unicode.
+    """
+    return msgspec.msgpack.decode(_encoder.encode(value), type=kind)
 
 
 class MessageReader:

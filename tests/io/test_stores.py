@@ -152,6 +152,24 @@ def test_a_store_that_cannot_be_read_in_place_is_only_logged(caplog):
     assert caplog.messages == ["theirs: in_place failed: RuntimeError('out of order')"]
 
 
+@pytest.mark.parametrize("what", ["\ud800", 1 << 70])
+def test_what_no_message_can_carry_is_only_logged(caplog, what):
+    """The session would end with it, and all tiers with that."""
+
+    class Stubborn(MemoryBackend):
+        reader, used = None, list
+        places = take_removals = lambda *_: [(b"key", what)]
+
+        def in_place(self):
+            return {"place": what}
+
+    store = OpenStore("theirs", Stubborn(MemoryOptions(), "n"))
+    assert store.in_place() == {}
+    assert store.places(KEYS) == store.removals() == []
+    assert len(caplog.messages) == 1
+    assert caplog.messages[0].startswith("theirs: in_place failed: ")
+
+
 async def test_what_a_wrapper_passes_through_or_a_subclass_has_is_not_read_in_place(tmp_path):
     inner = open_backend("disk", {"root": str(tmp_path), "capacity": "1MiB", "min_free": 0}, "n")
     assert isinstance(inner, ReadInPlace)
