@@ -20,7 +20,7 @@ from kvoffload.backends.disk.cached_files import MOST_MISSES, CachedFiles, Run
 from kvoffload.backends.disk.chunk_file import probe_holes
 from kvoffload.backends.disk.vfs import Vfs
 from kvoffload.backends.memory import MemoryBackend
-from kvoffload.io import reads_in_place
+from kvoffload.io import link, reads_in_place
 from kvoffload.io.open_stores import ReadInPlace
 from kvoffload.io.protocol import Load, Locate, MessageReader, Store, Used
 from kvoffload.io.remote_tier import RemoteTier
@@ -49,6 +49,14 @@ def can_read_in_place(folder):
 def _needs_the_calls(tmp_path_factory):
     if not can_read_in_place(tmp_path_factory.mktemp("probe")):
         pytest.skip("no reads without waiting here: Linux 5.12, and a file system that has them")
+
+
+@pytest.fixture(autouse=True)
+def _patience():
+    """On a busy machine a server may be late, and these tests are about what it answers."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(reads_in_place, "LATE_S", 60.0)
+        yield
 
 
 @pytest.fixture
@@ -336,7 +344,7 @@ def test_neighbouring_slots_are_read_by_one_call_up_to_what_is_cached(
 ):
     store = stored(opened(disk(tmp_path)))
     slots_in(tmp_path)
-    ((first, chunks, name, offset, step),) = places_of(store, keys(8))
+    ((first, chunks, name, offset, step),) = places_of(store, keys(10))  # two are not there
     assert (first, chunks, step) == (0, 8, 8192)
     read_cached, calls = Vfs.read_cached, []
 
@@ -354,12 +362,35 @@ def test_neighbouring_slots_are_read_by_one_call_up_to_what_is_cached(
     assert reader.read(keys(8), shorter, runs, LATER_S) == []
 
 
+def test_neighbouring_slots_of_pages_with_many_parts_are_read(
+    of_slots, pool, opened, tmp_path, until
+):
+    """One call takes 1,024 parts."""
+    base, parts, taken = pool.page(0)[0][0], 300, keys(8)
+
+    def placed(at):
+        return [[(base + at + 4 * (parts * i + j), 3) for j in range(parts)] for i in range(8)]
+
+    pool.fill(range(64))
+    source, target = placed(0), placed(64000)
+    store = opened(disk(tmp_path))
+    assert all(store.save(taken, source))
+    until(lambda: store.num_leading(taken) == 8)
+    slots_in(tmp_path)
+    (run,) = places_of(store, taken)
+    reader = CachedFiles(**store._client.tiers["disk"].in_place)
+    assert reader.read(taken, target, [run], LATER_S) == [*range(8)]
+    content = [[[ctypes.string_at(*part) for part in page] for page in p] for p in (source, target)]
+    assert content[0] == content[1]
+
+
 def test_a_server_that_is_late_to_say_where_pages_are_gets_an_order_for_them(
     form, pool, opened, stored, sent, tmp_path, monkeypatch
 ):
     store = stored(opened(disk(tmp_path)))
     client, messages = store._client, sent(store)
     late = []
+    monkeypatch.setattr(reads_in_place, "LATE_S", 0.01)
     monkeypatch.setattr(client.in_place, "answered", late.append)
     assert store.load(keys(8), pool.pages(range(20, 28))) == [True] * 8
     assert pool.read(range(20, 28)) == pool.read(range(8))
@@ -367,6 +398,31 @@ def test_a_server_that_is_late_to_say_where_pages_are_gets_an_order_for_them(
     monkeypatch.undo()
     client.in_place.answered(late[0])  # of a question that is given up
     assert client.in_place._asked == {}
+
+
+def test_a_question_ends_with_the_time_of_its_call(pool, opened, stored, tmp_path, monkeypatch):
+    monkeypatch.setattr(reads_in_place, "LATE_S", LATER_S)
+    in_place = (store := stored(opened(disk(tmp_path))))._client.in_place
+    monkeypatch.setattr(in_place, "answered", lambda answer: None)
+    assert in_place.places(store._client.tiers["disk"], keys(8), time.monotonic()) == []
+
+
+def test_a_server_that_reads_nothing_is_not_asked(
+    pool, opened, stored, sent, tmp_path, monkeypatch
+):
+    store = stored(opened(disk(tmp_path)))
+    messages = sent(store)
+    monkeypatch.setattr(link, "CLOGGED_BYTES", -1)
+    assert places_of(store, keys(8)) == []
+    assert of(messages, Locate) == []
+
+
+def test_a_root_that_others_may_change_is_not_read(pool, opened, stored, tmp_path):
+    store = stored(opened(disk(tmp_path)))
+    backend = store._client._peer.session._stores["disk"].backend
+    assert len(backend.places(keys(8))) == 8
+    backend._store.root.refusal = "others may change it"
+    assert backend.places(keys(8)) == []
 
 
 @pytest.mark.parametrize("end", ["killed", "closed"])
@@ -564,6 +620,24 @@ def test_pages_that_are_not_cached_are_loaded_by_the_server(
     assert pool.read(range(20, 28)) == pool.read(range(8))
     assert [order.keys for order in of(messages, Load)] == [keys(4, 4)]
     assert [told.keys for told in of(messages, Used)] == [keys(4)]
+
+
+def test_slots_that_are_not_cached_are_not_read(
+    of_slots, pool, opened, stored, tmp_path, monkeypatch
+):
+    store = stored(opened(disk(tmp_path)))
+    (slots,) = slots_in(tmp_path)
+    fifth = stored_in(tmp_path)[4]
+    with open(slots, "rb") as file:
+        os.fsync(file.fileno())
+        os.posix_fadvise(file.fileno(), fifth.offset, 0, os.POSIX_FADV_DONTNEED)
+        if file_calls.is_cached(file.fileno(), 4096, fifth.offset):
+            pytest.skip("this file system keeps what it is told to forget")
+        assert file_calls.is_cached(file.fileno(), 4096)
+    asked = []
+    monkeypatch.setattr(Vfs, "read_cached", staticmethod(lambda *args: asked.append(args)))
+    assert read(reader_of(store), pool, 4, 4) == []
+    assert asked == [], "such a read begins to read ahead"
 
 
 def test_after_some_misses_in_a_row_no_further_page_is_tried(pool, opened, stored, monkeypatch):
