@@ -35,6 +35,7 @@ TOKENS = 64
 TEXT = {"is_multimodal": False, "is_audio_model": False}
 """Of a model without images."""
 NO_ROLE = SimpleNamespace(disaggregation_mode="null", enable_pd_role_switch=False)
+NO_SESSIONS = SimpleNamespace(enable_streaming_session=False)
 ONE_HOST = SimpleNamespace(nnodes=1, tp_size=1, pp_size=1)
 
 
@@ -96,6 +97,7 @@ class Ours:
             patch.object(storage, "engine_facts", lambda settings: {"weights": "random"}),
             patch.object(storage, "get_disagg", lambda: NO_ROLE),
             patch.object(storage, "get_parallel", lambda: ONE_HOST),
+            patch.object(storage, "get_serving", lambda: NO_SESSIONS),
         ):
             self.backend = storage.KVOffloadHiCache(config, {})
             self.backend.register_mem_pool_host(pool)

@@ -28,6 +28,7 @@ from sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller import (
     PrefetchOperation,
 )
 
+from benchmarks.sglang.storage import compare
 from kvoffload.cli.top import fetch, of_page
 from kvoffload.connectors.sglang import KVOffloadHiCache, storage
 from kvoffload.connectors.sglang.page_facts import check_version, warn_of_small_pages
@@ -576,3 +577,12 @@ def test_sglangs_hashes_are_compiled_by_the_end_of_the_attach(attach):
     native_hash._load_native_hash_module.cache_clear()
     attach(Pool())
     assert native_hash._load_native_hash_module.cache_info().currsize == 1
+
+
+def test_the_benchmark_starts_with_the_checks_of_today(tmp_path, capsys):
+    """Each check may ask for settings that no engine publishes there."""
+    names = ["file", "kvoffload", "direct"]
+    options = types.SimpleNamespace(mib=1, rounds=1, stores=names, folder=str(tmp_path))
+    compare(options, 64 << 10, is_full=False)
+    rows = capsys.readouterr().out.splitlines()[-len(names) :]
+    assert [row.split()[0] for row in rows] == names
