@@ -440,7 +440,9 @@ def test_a_question_ends_with_its_server(pool, opened, stored, tmp_path, monkeyp
     else:
         client.close(0.1)
     thread.join(30)
-    assert answers == [[False] * 8]
+    (loaded,) = answers
+    # Not by the question: a new process may be there in time for an order.
+    assert loaded == [end == "killed" and all(loaded)] * 8
 
 
 def test_no_server_is_asked_when_there_is_none(pool, opened, stored, sent, tmp_path):
