@@ -159,13 +159,20 @@ async def test_a_cancelled_call_ends_after_its_chunks_in_flight_and_begins_no_mo
     assert await backend.read(keys, into) == [True] * 8
 
 
-async def test_close_releases_after_the_last_chunk_and_only_once():
-    backend, keys = Moving(), keys_of(2)
+async def closed_while_it_writes(backend, num_chunks):
+    """Return a write that waits for the gate, and a close that waits for the write."""
     backend.gate.clear()
+    keys = keys_of(num_chunks)
     writing = asyncio.ensure_future(backend.write(keys, filled(keys)))
     await asyncio.sleep(0.01)
     closing = asyncio.ensure_future(backend.close())
     await asyncio.sleep(0.01)
+    return writing, closing
+
+
+async def test_close_releases_after_the_last_chunk_and_only_once():
+    backend = Moving()
+    writing, closing = await closed_while_it_writes(backend, 2)
     assert backend.released == 0
     backend.gate.set()
     await closing
@@ -189,12 +196,8 @@ async def test_close_does_not_wait_for_a_client_that_hangs(caplog):
 
 async def test_a_close_that_is_cancelled_releases_all_the_same():
     """The next close() does nothing: what the client holds would stay."""
-    backend, keys = Moving(), keys_of(1)
-    backend.gate.clear()
-    writing = asyncio.ensure_future(backend.write(keys, filled(keys)))
-    await asyncio.sleep(0.01)
-    closing = asyncio.ensure_future(backend.close())
-    await asyncio.sleep(0.01)
+    backend = Moving()
+    writing, closing = await closed_while_it_writes(backend, 1)
     closing.cancel()
     with pytest.raises(asyncio.CancelledError):
         await asyncio.wait_for(closing, 10)

@@ -9,7 +9,7 @@ import time
 import urllib.request
 from pathlib import Path
 
-from tests.engines.vllm_engine.transfer_config import transfer_config
+from benchmarks.vllm_parts.engine import ours
 from tests.support.engine_process import kill_group
 from tests.support.redis_server import free_port
 
@@ -28,7 +28,7 @@ class Server:
                     *(sys.executable, "-m", "vllm.entrypoints.openai.api_server"),
                     *("--model", model, "--served-model-name", "tiny", "--port", str(self.port)),
                     *("--load-format", "dummy", "--enforce-eager", "--block-size", "32"),
-                    *("--kv-transfer-config", json.dumps(transfer_config(extra))),
+                    *("--kv-transfer-config", json.dumps(ours(extra))),
                     *options,
                 ],
                 env={

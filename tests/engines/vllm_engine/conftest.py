@@ -19,9 +19,9 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.vllm_parts.engine import ours
 from tests.engines.vllm_engine.outcomes import pytest_runtest_logreport, pytest_sessionfinish
 from tests.engines.vllm_engine.traffic import Traffic
-from tests.engines.vllm_engine.transfer_config import transfer_config
 from tests.support.engine_process import EngineProcess
 from tests.support.preloaded import Preloaded
 
@@ -107,7 +107,7 @@ class Engine(EngineProcess):
         }
         if extra is not None:
             extra = ONE_BLOCK | extra
-            settings["kv_transfer_config"] = transfer_config(extra, kv_load_failure_policy=policy)
+            settings["kv_transfer_config"] = ours(extra) | {"kv_load_failure_policy": policy}
         settings.update(options)
         is_apart = settings["distributed_executor_backend"] == "mp"
         given = {
@@ -235,7 +235,6 @@ def weigh():
 @pytest.fixture
 def halves(models, tmp_path):
     """Make halves that have met, with a disk tier if wanted; vLLM's scheduler drives them."""
-    from benchmarks.vllm_parts.engine import ours
     from benchmarks.vllm_parts.halves import Halves
 
     made = []

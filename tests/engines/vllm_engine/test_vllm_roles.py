@@ -9,10 +9,10 @@ pytest.importorskip("vllm.version", reason="vLLM is not installed; see make test
 from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
+from benchmarks.vllm_parts.engine import ours
 from kvoffload.connectors.vllm import register
 from kvoffload.connectors.vllm.scheduler import KVOffloadScheduler
 from kvoffload.errors import ConfigError
-from tests.engines.vllm_engine.transfer_config import transfer_config
 
 pytestmark = pytest.mark.timeout(900)
 TIGHT = {"max_model_len": 192, "num_gpu_blocks_override": 7, "max_num_batched_tokens": 512}
@@ -33,7 +33,7 @@ def test_a_role_of_one_direction_is_refused_before_a_model_is_loaded(role):
 
 def beneath(role):
     """Return a configuration of ``MultiConnector`` in this role, with our connector in it."""
-    connectors = [transfer_config(EXTRA)]
+    connectors = [ours(EXTRA)]
     return {
         "kv_connector": "MultiConnector",
         "kv_role": role,

@@ -29,6 +29,7 @@ try:
 except ImportError:  # 0.32
     from vllm.v1.core import kv_cache_utils as planning
 
+from benchmarks.vllm_parts.engine import ours
 from kvoffload.connectors.vllm.connector import KVOffloadConnector
 from kvoffload.connectors.vllm.step_messages import StepMetadata
 from kvoffload.messages import (
@@ -37,7 +38,6 @@ from kvoffload.messages import (
     Fetch,
     make_offload_key,
 )
-from tests.engines.vllm_engine.transfer_config import transfer_config
 from tests.support.disk_chunks import stored_in
 
 pytestmark = pytest.mark.timeout(600)
@@ -63,7 +63,7 @@ def workers(models, tmp_path, monkeypatch):
             max_model_len=512,
             tensor_parallel_size=num_ranks,
             distributed_executor_backend="mp" if num_ranks > 1 else None,
-            kv_transfer_config=transfer_config(extra),
+            kv_transfer_config=ours(extra),
         ).create_engine_config()
         config.cache_config.kv_cache_layout = layout
         groups = planning.get_kv_cache_groups(config, layers)
