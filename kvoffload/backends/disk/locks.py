@@ -14,6 +14,8 @@ import stat
 import struct
 import threading
 import time
+from collections.abc import Callable
+from typing import Any
 
 from kvoffload.backends.disk.paths import OWNER, WRITERS
 from kvoffload.backends.disk.vfs import Vfs
@@ -24,7 +26,7 @@ _UNCOUNTED = "small-"
 """Prefix of temporary files that the quota does not count."""
 _NEW_S = 60
 """Longer than any process takes from making its folder to locking it."""
-_PAUSE_S = 0.001
+LOCK_WAIT_S, _PAUSE_S = 0.1, 0.001
 _RECORD = struct.Struct("<8sQ")
 _KNOWS_SLOTS = b"slots\n"
 """In the lock file of each writer that counts chunks in slots, with its bytes in flight; 0.1 leaves
@@ -42,11 +44,14 @@ def open_locked(vfs: Vfs, path: str, flags: int, kind: int) -> int:
     return fd
 
 
-def lock_patiently(vfs: Vfs, fd: int, kind: int, wait_s: float) -> bool:
-    """Take a lock; return False after a while: a stopped process may hold it for ever."""
+def lock_patiently(wait_s: float, lock: Callable[..., None], *args: Any) -> bool:
+    """Take a lock; return False after a while: a stopped process may hold it for ever.
+
+    ``lock`` raises BlockingIOError while another process has it.
+    """
     for _ in range(int(wait_s / _PAUSE_S)):
         try:
-            vfs.flock(fd, kind | fcntl.LOCK_NB)
+            lock(*args)
             return True
         except BlockingIOError:
             time.sleep(_PAUSE_S)

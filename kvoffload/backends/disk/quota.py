@@ -14,7 +14,7 @@ import struct
 import threading
 from collections.abc import Callable
 
-from kvoffload.backends.disk.locks import is_at, lock_patiently
+from kvoffload.backends.disk.locks import LOCK_WAIT_S, is_at, lock_patiently
 from kvoffload.backends.disk.vfs import Vfs
 from kvoffload.backends.header import SEAL_BYTES, sealed
 
@@ -24,7 +24,6 @@ _MAGIC = b"KVOLEDGR"
 _VERSION = 1
 _MOST = 1 << 62
 """A sealed record with more bytes or changes than this is damaged."""
-_LOCK_WAIT_S = 0.1
 
 
 def recorded_bytes(vfs: Vfs, path: str) -> int | None:
@@ -34,7 +33,7 @@ def recorded_bytes(vfs: Vfs, path: str) -> int | None:
         OSError: the file is missing or unreadable, or a stopped process has its lock.
     """
     with vfs.file(path, os.O_RDONLY) as fd:
-        if not lock_patiently(vfs, fd, fcntl.LOCK_SH, _LOCK_WAIT_S):
+        if not lock_patiently(LOCK_WAIT_S, vfs.flock, fd, fcntl.LOCK_SH | fcntl.LOCK_NB):
             raise BlockingIOError(errno.EAGAIN, "locked by another process", path)
         record = _read(vfs, fd)
         return None if record is None else record[0]
@@ -143,7 +142,8 @@ class Quota:
             return False
         self.failure = None
         try:
-            if not lock_patiently(self._vfs, self._fd, fcntl.LOCK_EX, _LOCK_WAIT_S):
+            how = fcntl.LOCK_EX | fcntl.LOCK_NB
+            if not lock_patiently(LOCK_WAIT_S, self._vfs.flock, self._fd, how):
                 return False
             try:
                 record = _read(self._vfs, self._fd)

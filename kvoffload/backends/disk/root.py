@@ -206,7 +206,7 @@ class RootHandle:
         """
         with self.vfs.file(self.path, os.O_RDONLY | os.O_DIRECTORY) as fd:
             with contextlib.suppress(OSError):  # a file system without locks on folders
-                lock_patiently(self.vfs, fd, fcntl.LOCK_EX, _LOCK_WAIT_S)
+                lock_patiently(_LOCK_WAIT_S, self.vfs.flock, fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             yield
 
     def _agree(self, wanted: Limits, *, alone: bool) -> Limits:

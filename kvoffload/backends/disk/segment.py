@@ -15,7 +15,7 @@ from itertools import compress
 from typing import NamedTuple
 
 from kvoffload.backends.disk.descriptors import Descriptors, OpenFile
-from kvoffload.backends.disk.locks import is_at, open_locked
+from kvoffload.backends.disk.locks import LOCK_WAIT_S, is_at, lock_patiently, open_locked
 from kvoffload.backends.disk.paths import SEGMENTS, SLOTS, TABLE, stems_of
 from kvoffload.backends.disk.vfs import Vfs
 from kvoffload.backends.disk.walker import names_in
@@ -37,8 +37,6 @@ _NO_FILE = (errno.EISDIR, errno.ELOOP, errno.ESPIPE, errno.ENXIO, errno.ENODEV)
 """What opening or reading something else in place of a file fails with."""
 _CLOCK_STEP_NS = 1_000_000_000
 _LEAST_TAKEN, _TAKEN_SHARE = 64, 8
-_LOCK_TRIES, _LOCK_PAUSE_S = 100, 0.001
-"""A stopped process may hold the lock of an entry for ever."""
 _WORDS = ENTRY_BYTES // 8
 _COMPARED_BYTES = 64 * ENTRY_BYTES
 FREE = bytes(ENTRY_BYTES)
@@ -219,13 +217,7 @@ class Segment:
         Yields the entries; None: a slot has no such chunk. Callers keep other threads from them.
         """
         table, part = self._table(), (_offset(slot), len(keys) * ENTRY_BYTES)
-        for _ in range(_LOCK_TRIES):
-            try:
-                self.vfs.lock_part(table.fd, fcntl.F_WRLCK, *part)
-                break
-            except BlockingIOError:
-                time.sleep(_LOCK_PAUSE_S)
-        else:
+        if not lock_patiently(LOCK_WAIT_S, self.vfs.lock_part, table.fd, fcntl.F_WRLCK, *part):
             raise BlockingIOError(errno.EAGAIN, "locked by another process", self.stem + TABLE)
         try:
             entries = bytearray(part[1])
