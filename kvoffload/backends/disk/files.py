@@ -10,7 +10,6 @@ from typing import NamedTuple
 from kvoffload.backends.disk.chunk_file import ChunkFiles, can_become, strangeness
 from kvoffload.backends.disk.index import Name, split_name
 from kvoffload.backends.disk.paths import shard_of
-from kvoffload.backends.disk.vfs import Vfs
 
 log = logging.getLogger(__name__)
 
@@ -68,7 +67,6 @@ class Files:
 
     def __init__(
         self,
-        vfs: Vfs,
         chunks: ChunkFiles,
         folder: Callable[[int], str],
         temporary: Callable[[], str],
@@ -79,7 +77,7 @@ class Files:
         ``folder`` returns that of a namespace by its number, ``temporary`` makes paths that the
         quota counts, and ``count`` increments a counter.
         """
-        self.vfs = vfs
+        self.vfs = chunks.vfs
         self.chunks = chunks
         self._folder = folder
         self._temporary = temporary

@@ -19,7 +19,6 @@ from kvoffload.backends.disk.index import Name
 from kvoffload.backends.disk.segment import MOST_KEY_BYTES, Segment, key_in, pack_entry
 from kvoffload.backends.disk.segments import Segments
 from kvoffload.backends.disk.slot_places import At, gone
-from kvoffload.backends.disk.vfs import Vfs
 from kvoffload.backends.header import counted_as
 
 MOST_CHUNK_BYTES = 1 << 20
@@ -90,15 +89,9 @@ def runs_of(drafts: Sequence[SlotDraft]) -> list[range]:
 class Slots:
     """Chunks in slots; most methods are those of ``Files``. Thread-safe."""
 
-    def __init__(
-        self,
-        vfs: Vfs,
-        files: ChunkFiles,
-        segments: Segments,
-        temporary: Callable[[], str],
-    ) -> None:
+    def __init__(self, files: ChunkFiles, segments: Segments, temporary: Callable[[], str]) -> None:
         """``files`` has the way of I/O, ``temporary`` makes paths that the quota does not count."""
-        self.vfs = vfs
+        self.vfs = files.vfs
         self._temporary = temporary
         self._files = files
         self.segments = segments

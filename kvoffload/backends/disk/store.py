@@ -96,10 +96,10 @@ class DiskStore(Counts):
         direct = self.io_mode != "buffered"
         chunks = ChunkFiles(vfs, digest, direct=direct, room=self.room, durable=self._durable)
         temporary = self.root.temporary
-        self.files = Files(vfs, chunks, self.folder, temporary, self.count)
+        self.files = Files(chunks, self.folder, temporary, self.count)
         self.segments = Segments(self, durable=self._durable)
         uncounted = partial(temporary, counted=False)
-        self.slots = Slots(vfs, chunks, self.segments, uncounted)
+        self.slots = Slots(chunks, self.segments, uncounted)
         self.why_no_slots = probe_holes(vfs, scratch)
         """Why the file system cannot have chunks in slots; None: it can."""
         if self.why_no_slots is not None:
