@@ -101,7 +101,7 @@ class Housekeeper:
         if not self._store.ready.is_set():
             self._guarded(self._scanner.load_snapshot)
             self._guarded(self._first_scan)
-            self._store.set_ready()
+            self._store.ready.set()
             self._guarded(self._say_whose)
         next_tick = 0.0
         while not self._stop.is_set():

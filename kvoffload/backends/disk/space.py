@@ -63,8 +63,6 @@ class Space:
         """When the last evicted chunk had been used."""
         self.lacks_victims = threading.Event()
         """Set when a store needs room and no known chunk can leave: a scan may find some."""
-        self.may_evict = False
-        """Whether the index is complete enough to choose victims from."""
         self._tells_in_flight = False
         """Whether another process may correct the quota."""
         self._lock = threading.Lock()
@@ -221,7 +219,8 @@ class Space:
                 self._root.writer.tell_in_flight(self.in_flight_bytes)
 
     def _is_evictor(self) -> bool:
-        return self._root.evictor.held and self.may_evict
+        # Before, the index is not complete enough to choose victims from.
+        return self._root.evictor.held and self._store.ready.is_set()
 
     def _short_bytes(self) -> int:
         """Return what the file system lacks for its minimum and all writes; raises OSError."""

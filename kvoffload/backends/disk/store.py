@@ -115,16 +115,12 @@ class DiskStore(Counts):
         """Set once the index knows everything that was on disk at the start."""
         # Of a root that was emptied, the quota may count what it had, until a scan corrects it.
         if self.root.evictor.held and self.root.fresh and not self.root.quota.resident_bytes:
-            self.set_ready()
+            self.ready.set()
 
     def close(self) -> None:
         """Close the root; no other call may follow."""
         self.segments.close()
         self.root.close()
-
-    def set_ready(self) -> None:
-        self.space.may_evict = True
-        self.ready.set()
 
     # ---- names -----------------------------------------------------------------------------
 

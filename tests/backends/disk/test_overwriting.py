@@ -300,7 +300,7 @@ async def test_scans_of_a_store_that_overwrites_all_the_time_keep_the_quota_righ
     """A file that moves to a folder already scanned is seen nowhere; one that moves on, twice."""
     monkeypatch.setattr(housekeeper, "_TICK_S", 3600.0)  # a store has one scan at a time
     backend = open_disk(tmp_path, **full(128), write_threads=4)
-    assert await until(lambda: backend._store.space.may_evict)
+    assert backend.wait_ready(60)
     assert all(await write(backend, keys_of(128)))
     writing = True
 

@@ -128,7 +128,7 @@ async def test_each_refused_chunk_of_a_run_is_counted_once(tmp_path):
 
 async def test_a_run_that_fits_in_part_is_stored_in_part(tmp_path):
     backend = open_slots(tmp_path, **full(3))
-    backend._store.space.may_evict = False
+    backend._store.ready.clear()
     answers = await write(backend, keys_of(5))
     assert answers == [True] * 3 + [False] * 2
     assert backend.counters() == {"refused_capacity": 2}
