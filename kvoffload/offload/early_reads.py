@@ -160,14 +160,12 @@ class EarlyReads:
         source = BackendLoadStoreSpec(tier.name, tuple(keys), self._host.tenants_of(keys))
         job_id = self._jobs.new_id()
         num_bytes = self._host.bytes_of_all(keys)
-        sources = dict.fromkeys(keys, tier)
         job = EarlyRead(
             job_id,
             source.keys,
             spec,
             (source, spec),
-            tier.name,
-            sources,
+            tier,
             num_bytes,
             request,
             self._stored_on(request.context),
@@ -189,9 +187,9 @@ class EarlyReads:
         self._counts["read_early"] += len(arrived)
         self._queue.has_read(job.request, arrived)
         late_bytes = 0 if settled else job.num_bytes
-        self._promises.keeps_early(job.tier, -job.num_bytes, late_bytes, any(ok))
+        self._promises.keeps_early(job.tier.name, -job.num_bytes, late_bytes, any(ok))
         job.num_bytes = late_bytes
 
     def released(self, job: EarlyRead) -> None:
         """Take in that nothing writes to the slots of an answered read any more."""
-        self._promises.keeps_early(job.tier, 0, -job.num_bytes)
+        self._promises.keeps_early(job.tier.name, 0, -job.num_bytes)

@@ -126,9 +126,8 @@ class WriteJob(Job):
 
     ends: tuple[CPULoadStoreSpec, BackendLoadStoreSpec]
     """The source and the destination."""
-    tier: str
-    store: Tier
-    """The tier that was meant: another store may have replaced it meanwhile."""
+    tier: Tier
+    """The one that was meant: another store may have replaced it meanwhile."""
     num_bytes: int
     """Host memory that the write keeps."""
 
@@ -143,11 +142,15 @@ class EarlyRead(Job):
 
     ends: tuple[BackendLoadStoreSpec, CPULoadStoreSpec]
     """The source and the destination."""
-    tier: str
-    sources: Mapping[OffloadKey, Tier]
-    """Chunk → the tier that it comes from."""
+    tier: Tier
+    """The one that the chunks come from."""
     num_bytes: int
     """Host memory that the read keeps; once it is answered, that a late read may still write."""
     request: QueuedRequest
     tiers: tuple[str, ...] | None
     """Names of the tiers that chunks of the request may be stored on; None: all."""
+
+    @property
+    def sources(self) -> Mapping[OffloadKey, Tier]:
+        """Chunk → the tier that it comes from."""
+        return dict.fromkeys(self.keys, self.tier)

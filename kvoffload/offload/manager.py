@@ -354,9 +354,9 @@ class TieredOffloadingManager(OffloadingManager):
             for name in held:
                 self._host.end_use(name, settled)
         good = list(compress(transfer.keys, ok))
-        self._not_stored[transfer.tier, "failed"] += len(ok) - len(good)
-        if (tier := transfer.store) in self.tiers:  # not replaced meanwhile
-            self._events.written(tier, good)
+        self._not_stored[transfer.tier.name, "failed"] += len(ok) - len(good)
+        if transfer.tier in self.tiers:  # not replaced meanwhile
+            self._events.written(transfer.tier, good)
         if settled:
             self._write_through.settled(transfer)
         self._retirement.landed(transfer.keys)

@@ -105,8 +105,9 @@ class Staging:
                         host.end_use(name)
             ended.arrived.reverse()
             return ended
+        sources = job.sources
         for key, name, fine in zip(keys[::-1], held[::-1], reversed(ok), strict=True):
-            source = job.sources.get(key)
+            source = sources.get(key)
             if source and not fine:
                 ended.missed.append(key)
                 if not job.stale:

@@ -185,9 +185,7 @@ class WriteThrough:
             job_id = self._jobs.new_id()
             self._kept_bytes[name] = kept_bytes
             num_bytes = kept_bytes - before
-            transfer = WriteJob(
-                job_id, target.keys, source, (source, target), name, tier, num_bytes
-            )
+            transfer = WriteJob(job_id, target.keys, source, (source, target), tier, num_bytes)
             self._jobs.begin(transfer)
 
     def _drop(self, tier: Tier, keys: Sequence[OffloadKey]) -> None:
@@ -201,7 +199,7 @@ class WriteThrough:
 
         Until then its bytes count: a tier that hangs has its share alone.
         """
-        self._kept_bytes[transfer.tier] -= transfer.num_bytes
+        self._kept_bytes[transfer.tier.name] -= transfer.num_bytes
         self.begin()
 
     def forget_waiting(self) -> None:

@@ -301,7 +301,7 @@ class Walk(ManagerTruth):
 
     def take_transfers(self):
         for job in self.manager.take_transfers():
-            store = self.stores[job.tier]
+            store = self.stores[job.tier.name]
             if isinstance(job, EarlyRead):
                 self.begin_early_read(job, store)
             else:
@@ -309,7 +309,7 @@ class Walk(ManagerTruth):
 
     def begin_early_read(self, job, store):
         hint = (job.request.context.kv_transfer_params or {}).get("kvoffload", {})
-        assert job.tier in hint.get("tiers", [job.tier])
+        assert job.tier.name in hint.get("tiers", [job.tier.name])
         for key, slot in zip(job.keys, job.spec.host_slots.tolist(), strict=True):
             self.fill(slot, key, f"early {job.id}")
         self.fetching.update(job.keys)

@@ -31,7 +31,7 @@ def written(manager):
     hung = []
     while transfers := manager.take_transfers():
         for each in transfers:
-            if each.tier == "tier0":
+            if each.tier.name == "tier0":
                 hung.append(each)
             else:
                 manager.complete(each, [True] * len(each.keys))

@@ -108,7 +108,7 @@ def test_write_through_follows_a_store_and_pins_until_answered():
     a = keys("a", 2)
     put(manager, a)
     (transfer,) = manager.take_transfers()
-    assert (transfer.tier, transfer.keys) == ("tier0", tuple(a))
+    assert (transfer.tier.name, transfer.keys) == ("tier0", tuple(a))
     assert manager.prepare_store(keys("b", 1)) is None
     manager.complete(transfer, [True, False])
     stored = [e for e in manager.take_events() if e.medium == "TIER0"]
@@ -137,9 +137,9 @@ def test_a_tier_that_hangs_does_not_hold_up_the_others():
     manager = new_manager(8, [Store(), Store()], max_persisting_slots=4)
     put(manager, keys("a", 4))
     hung, quick = manager.take_transfers()
-    assert (hung.tier, quick.tier) == ("tier0", "tier1")
+    assert (hung.tier.name, quick.tier.name) == ("tier0", "tier1")
     manager.complete(quick, [True] * len(quick.keys))
-    assert [t.tier for t in manager.take_transfers()] == ["tier1"]
+    assert [t.tier.name for t in manager.take_transfers()] == ["tier1"]
 
 
 def test_completions_nobody_waits_for_are_counted_and_harmless():

@@ -7,7 +7,7 @@ from kvoffload.offload.manager import Tier
 
 
 def take_written(manager):
-    return {(transfer.tier, *transfer.keys) for transfer in manager.take_transfers()}
+    return {(transfer.tier.name, *transfer.keys) for transfer in manager.take_transfers()}
 
 
 def fetch(manager, wanted):

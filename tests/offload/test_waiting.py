@@ -395,7 +395,7 @@ def test_a_chunk_in_flight_that_does_not_come_is_read_from_another_tier(begin):
     for _ in range(3):
         manager.serve_queue()
     read, *_ = manager.take_transfers()
-    assert (read.tier, read.keys) == ("tier1", tuple(a[: len(read.keys)]))
+    assert (read.tier.name, read.keys) == ("tier1", tuple(a[: len(read.keys)]))
 
 
 def test_nothing_is_kept_for_a_forgotten_chunk_that_a_load_still_uses():

@@ -453,7 +453,7 @@ class KVOffloadScheduler(OffloadingConnectorScheduler):  # type: ignore[misc]  #
     def _note(self, job: Job) -> None:
         ok = job.ok
         if isinstance(job, WriteJob):
-            if not job.stale and (presence := self.tiers.presences.get(job.tier)):
+            if not job.stale and (presence := self.tiers.presences.get(job.tier.name)):
                 presence.written(itertools.compress(job.keys, ok))
             return
         if isinstance(job, StoreJob) and job.stale and job.context is not None:

@@ -132,7 +132,7 @@ def test_the_setting_to_promote_reaches_the_manager(met, promote, nearer):
     half.tiers.presences["memory1"].written(KEYS[:1])
     manager.prepare_load(KEYS[:1])
     manager.complete_load(KEYS[:1])
-    assert [transfer.tier for transfer in manager.take_transfers()] == nearer
+    assert [transfer.tier.name for transfer in manager.take_transfers()] == nearer
 
 
 def test_a_slot_that_a_tier_may_still_touch_on_one_rank_is_given_to_no_chunk(met):
