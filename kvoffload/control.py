@@ -200,7 +200,7 @@ class Folder:
         Raises:
             OSError: it cannot be had, or another engine holds the folder too long.
         """
-        self._lock(HELLO_S)
+        self._lock()
         try:
             for name in self.names():
                 if not self.has(name):
@@ -227,8 +227,8 @@ class Folder:
     def _path(self, name: str) -> str:
         return f"/proc/self/fd/{self.fd}/{name}"
 
-    def _lock(self, timeout_s: float) -> None:
-        until_s = time.monotonic() + timeout_s
+    def _lock(self) -> None:
+        until_s = time.monotonic() + HELLO_S
         while True:
             try:
                 return fcntl.flock(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)

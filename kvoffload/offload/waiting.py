@@ -145,7 +145,7 @@ class WaitingQueue:
         self._note_lack(request, None)
         self._counts["read_in_vain"] += len(request.read_early)
         self.claims.leaves(request)
-        self._end_claims(PORTION)
+        self._end_claims()
 
     def ended(self, req_id: str) -> None:
         """Take out a request that has ended, and end all its claims now."""
@@ -153,9 +153,9 @@ class WaitingQueue:
         for request in [each for each in self.claims.leaving if each.context.req_id == req_id]:
             self._end_some(request, request.num_kept)
 
-    def _end_claims(self, left: int) -> int:
+    def _end_claims(self) -> int:
         """End claims of requests that have left; return how many chunks may be looked at yet."""
-        leaving = self.claims.leaving
+        left, leaving = PORTION, self.claims.leaving
         while left and leaving:
             left -= self._end_some(next(iter(leaving)), left)
         return left
@@ -232,7 +232,7 @@ class WaitingQueue:
         if self._lacking:
             self._look_at_lacking()
         claims = self.claims
-        left = self._end_lost(self._end_claims(PORTION))
+        left = self._end_lost(self._end_claims())
         if not self._unfinished and claims.too_large is None:
             return
         left = claims.shrink(left)
@@ -281,7 +281,7 @@ class WaitingQueue:
         for request in requests:
             request.lacks, request.read_early = None, frozenset()
         self.claims.forget(requests)
-        self._end_claims(PORTION)
+        self._end_claims()
         self._lacking.clear()
         waiting = (each for each in requests if each not in self._newcomers)
         self._unfinished = in_order(waiting)

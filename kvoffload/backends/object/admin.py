@@ -228,7 +228,7 @@ def _judged(
         if stored.nbytes < COMPACT_BYTES:
             return None  # of an empty one a server refuses to return a part
         try:
-            header = parse_header(operator.bucket.beginning(stored.name, COMPACT_BYTES))
+            header = parse_header(operator.bucket.header(stored.name))
         except FileNotFoundError:
             return False
         return is_of(header, tenant, operator.cipher)

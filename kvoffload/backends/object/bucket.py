@@ -12,6 +12,7 @@ from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from kvoffload.backends.header import COMPACT_BYTES
 from kvoffload.backends.log_rate import Throttle
 from kvoffload.backends.object.failures import (
     Failed,
@@ -123,10 +124,10 @@ class Bucket:
             raise Failed(Failure("refused_other", "the object is too large"))
         return b"".join(incoming.pieces())
 
-    def beginning(self, name: str, nbytes: int) -> bytes:
-        """Return the first bytes of an object, as many as it has."""
+    def header(self, name: str) -> bytes:
+        """Return what an object has in the place of a header: less, if it is shorter."""
         with explained():
-            return bytes(self._library.get_range(self._store, name, start=0, length=nbytes))
+            return bytes(self._library.get_range(self._store, name, start=0, length=COMPACT_BYTES))
 
     def put(self, name: str, parts: Sequence[bytes | memoryview], *, replace: bool) -> Put:
         """Store an object from parts, whole, without a copy.

@@ -422,7 +422,7 @@ class HostMemory:
             self._end_sparing({name for name in self._spared if name.startswith(number)})
             victims = take(1)
         if not victims and by_namespace is not None and not number:
-            victims = by_namespace.any_victims(1)
+            victims = by_namespace.any_victims()
         return victims
 
     def _end_sparing(self, names: set[Name]) -> None:

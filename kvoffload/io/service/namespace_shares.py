@@ -107,10 +107,10 @@ class NamespaceOrder:
             del self._by_use[key]
         return taken
 
-    def any_victims(self, count: int) -> Sequence[bytes]:
-        """Take chunks of the namespace of the oldest one, whatever it keeps."""
+    def any_victims(self) -> Sequence[bytes]:
+        """Take a chunk of the namespace of the oldest one, whatever it keeps."""
         oldest = next(iter(self._by_use), None)
-        return () if oldest is None else self.victims_of(self._number_of(oldest), count)
+        return () if oldest is None else self.victims_of(self._number_of(oldest), 1)
 
     def _giver(self) -> bytes | None:
         """Return the namespace whose turn it is to make room; None: there is none."""
