@@ -126,7 +126,7 @@ class RemoteTier:
 
     # ---- the same, for another process ----
 
-    def relay(self, *, changes: bool = True) -> None:
+    def relay(self, *, changes: bool) -> None:
         """Let :meth:`take_changes` and :meth:`ask_for` tell what the store has, and no lookup.
 
         Before the first change of a listing was taken, all that is there counts as changed.

@@ -251,14 +251,11 @@ class HostCache:
 
     # ---- ready chunks, pins ----
 
-    def all_ready(
-        self, keys: Sequence[OffloadKey], place: dict[OffloadKey, int] | None = None
-    ) -> bool:
-        """Make incoming chunks evictable, or those of another place, in the order given.
+    def all_ready(self, keys: Sequence[OffloadKey], place: dict[OffloadKey, int]) -> bool:
+        """Make incoming or pinned chunks evictable, in the order given.
 
         False, without a change, if one of them is not there.
         """
-        place = self.incoming if place is None else place
         slots = list(map(place.pop, keys, repeat(-1)))
         if -1 in slots:
             pairs = zip(keys, slots, strict=True)
@@ -380,9 +377,7 @@ class HostCache:
         self.order.keep(here)
         self.claims.update(dict.fromkeys(keys, claimant))
 
-    def end_claims(
-        self, keys: Sequence[OffloadKey], gone: Collection[OffloadKey] = ()
-    ) -> list[Any]:
+    def end_claims(self, keys: Sequence[OffloadKey], gone: Collection[OffloadKey]) -> list[Any]:
         """Put chunks back into the eviction order, the last one the most recent.
 
         Args:

@@ -307,7 +307,7 @@ class TieredOffloadingManager(OffloadingManager):
     def _store_ended(self, job: StoreJob, ok: Sequence[bool], settled: bool) -> None:
         stored: Sequence[OffloadKey] = job.held
         failed: Sequence[OffloadKey] = ()
-        if not (settled and all(ok) and self._host.all_ready(stored[::-1])):
+        if not (settled and all(ok) and self._host.all_ready(stored[::-1], self._host.incoming)):
             stored, failed = self._staging.end_store(stored, ok, settled)
             self._not_stored[HOST, "failed"] += len(failed)
             self._events.reasons.note(failed, Reason.FAILED)

@@ -150,7 +150,7 @@ class Promises:
         tiers: Callable[[ReqContext], tuple[Tier, ...]],
         lookups: Counter[tuple[str, str]],
         load_timeout_s: float,
-        num_tiers: int = 1,
+        num_tiers: int,
     ) -> None:
         self._host = host
         self._tiers_of = tiers

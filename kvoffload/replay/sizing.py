@@ -34,7 +34,7 @@ def curve_sizes(trace: Trace) -> list[int]:
     return sorted(sizes)
 
 
-def curve(trace: Trace, policy: str, progress: Progress | None = None) -> list[Point]:
+def curve(trace: Trace, policy: str, progress: Progress) -> list[Point]:
     """Replay a policy at growing capacities; the last one holds everything.
 
     Raises:

@@ -60,7 +60,7 @@ def explain_huge_pages() -> None:
             log.info(text, f"echo advise > {_SHARED_HUGE_PAGES}")
 
 
-def check_host_memory(wanted: int, field: str = "cpu_bytes") -> None:
+def check_host_memory(wanted: int, field: str) -> None:
     """Refuse more memory than the machine or the container has left.
 
     Raises:

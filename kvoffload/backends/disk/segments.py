@@ -76,7 +76,7 @@ class Segments(Places):
 
     # ---- a slot to store in ----------------------------------------------------------------
 
-    def take_slots(self, slot_bytes: int, count: int = 1) -> list[At]:
+    def take_slots(self, slot_bytes: int, count: int) -> list[At]:
         """Return free slots of an own segment, marked as being written."""
         if self._must_look(slot_bytes):
             with contextlib.suppress(OSError):  # one segment that is unreadable stops no store

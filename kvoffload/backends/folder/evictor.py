@@ -56,7 +56,7 @@ class Evictor:
         capacity_bytes: int,
         evicted: Callable[[str, bytes], None],
         room: Room,
-        tenant_share: float = 1.0,
+        tenant_share: float,
     ) -> None:
         self._vfs = vfs
         self._root = root

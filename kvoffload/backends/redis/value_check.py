@@ -29,7 +29,7 @@ class ValueCheck:
     the cipher, the header of an encrypted value is checked.
     """
 
-    def __init__(self, secret: bytes | None, cipher: Seal | None = None) -> None:
+    def __init__(self, secret: bytes | None, cipher: Seal | None) -> None:
         self._secret = secret
         self._cipher = cipher
         self._scheme = Sealer(b"", secret).scheme

@@ -39,7 +39,7 @@ def resolve_facts(
     kv_cache_config: Any,
     kv_caches: Mapping[str, Any],
     settings: VllmConfigSettings,
-    is_replicated: bool = False,
+    is_replicated: bool,
     unknown_weights: str = "",
 ) -> dict[str, Fact]:
     """Collect the facts of this rank; the caller adds how chunks are laid out in a slot.
