@@ -86,16 +86,16 @@ class FolderBackend(AsyncChunkBackend):
         self._frames = Frames(self._namespace, self.count, ALIGNED_BYTES)
         if signature is not None:
             self._frames.seal = signature  # which only adds a code
-        self._vfs, self._token = vfs or Vfs(), secrets.token_hex(8)
+        self._vfs = vfs or Vfs()
         self._capacity_bytes = int(options.capacity)
         self._folder_name = namespace_digest(self._namespace).hex()
-        self._records = Records(self._vfs, root, self._token)
+        self._records = Records(self._vfs, root, secrets.token_hex(8))
         self._root = Root(
             self._vfs, root, self._records, trust_parents=options.trust_parent_folders
         )
         self._place = os.path.realpath(root)  # here, where it may block
         self._folder = f"{root}/{self._folder_name}"
-        self._files = ChunkFiles(self._vfs, root, self._folder, self._token, self._frames)
+        self._files = ChunkFiles(self._vfs, root, self._folder, self._records.token, self._frames)
         self._known = KnownChunks()
         threads = options.threads
         self._mount = Mount("kvoffload-folder", threads, options.timeout_s)
@@ -112,13 +112,11 @@ class FolderBackend(AsyncChunkBackend):
             self._vfs,
             self._root,
             self._records,
-            self._token,
-            self._capacity_bytes,
+            options,
             self._known,
             self._files.path_of,
             self._note_evicted,
             self.count,
-            options.tenant_share,
         )
         self._waiting = WaitingWrites(
             self._housekeeper.room,
@@ -406,7 +404,7 @@ class FolderBackend(AsyncChunkBackend):
 
         def temporary() -> str:
             vfs.make_folder(folder)
-            return f"{folder}/.{self._token}"
+            return f"{folder}/.{self._records.token}"
 
         try:
             manifest.write(vfs, folder, self._namespace, facts, temporary)

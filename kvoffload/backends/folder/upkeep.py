@@ -17,6 +17,7 @@ from kvoffload.backends.disk.vfs import Vfs
 from kvoffload.backends.folder import clock
 from kvoffload.backends.folder.evictor import DEAD_S, Evictor
 from kvoffload.backends.folder.known import KnownChunks
+from kvoffload.backends.folder.options import FolderOptions
 from kvoffload.backends.folder.places import LEASE
 from kvoffload.backends.folder.records import HostRecord, LeaseRecord, Records, is_out_of_space
 from kvoffload.backends.folder.room import Room
@@ -50,13 +51,11 @@ class Housekeeper:
         vfs: makes the system calls.
         root: opened.
         records: of it.
-        token: of this process.
-        capacity_bytes: of all files.
+        options: of the tier.
         known: learns of another store, and tells whose times are due.
         path_of: returns the path of a chunk.
         evicted: called with folder and key of each chunk that this process evicts.
         count: increments a counter.
-        tenant_share: of the capacity, above which a tenant's own chunks leave first.
     """
 
     def __init__(
@@ -64,23 +63,21 @@ class Housekeeper:
         vfs: Vfs,
         root: Root,
         records: Records,
-        token: str,
-        capacity_bytes: int,
+        options: FolderOptions,
         known: KnownChunks,
         path_of: Callable[[bytes], str],
         evicted: Callable[[str, bytes], None],
         count: Callable[[str], None],
-        tenant_share: float,
     ) -> None:
-        self._root, self._records, self._token = root, records, token
-        self._capacity_bytes = capacity_bytes
+        self._root, self._records, self._token = root, records, records.token
+        self._capacity_bytes = capacity_bytes = int(options.capacity)
         self._known, self._path_of = known, path_of
         self._count = count
         self._wake = threading.Event()
         self._is_closing = False
         self.room = Room(self._wake.set)
         self._evictor = Evictor(
-            vfs, root.path, records, capacity_bytes, evicted, self.room, tenant_share
+            vfs, root.path, records, capacity_bytes, evicted, self.room, options.tenant_share
         )
         self._is_full = False
         self._looked_s = time.monotonic()
