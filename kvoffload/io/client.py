@@ -136,8 +136,6 @@ class IOClient:
         """Whether a line has said that there is no server, and none yet that there is one."""
         self._is_heard = False
         """Whether the present server has said anything."""
-        self._has_spoken = False
-        """Whether any server has said anything."""
         self._settled = threading.Condition()
         """Notified when :attr:`_is_settled` may have become true."""
         self._refusal: ConfigError | OSError | None = None
@@ -328,7 +326,7 @@ class IOClient:
             is_settled = self._settled.wait_for(lambda: self._is_settled, timeout_s)
         if self._refusal is not None:
             raise self._refusal
-        if not self._has_spoken:
+        if not (self._is_started or self._is_heard):
             what = "ended" if is_settled else f"was silent for {timeout_s:g} s"
             raise OSError(f"{self.server} {what} before it said anything; its output says more")
         if not self._are_stores_open:
@@ -378,7 +376,7 @@ class IOClient:
     def _take(self, message: Any) -> None:
         if not self._is_heard:
             self._is_heard, self._severity = True, logging.ERROR
-        self._heard_s, self._has_spoken = time.monotonic(), True
+        self._heard_s = time.monotonic()
         match message:
             case Arrived():
                 if job := self._jobs.arriving(message.job, message.numbers):

@@ -7,10 +7,12 @@ import os
 import resource
 import socket
 import threading
+from functools import partial
 
 import pytest
 
 from kvoffload.backends.disk.vfs import Vfs
+from kvoffload.errors import ConfigError
 from kvoffload.io import client, deadlines, greeting, server
 from kvoffload.io.attached import AttachedServer
 from kvoffload.io.client import IOClient
@@ -272,6 +274,18 @@ def test_a_store_that_has_no_threads_is_opened_once_there_are_some(
     engine = IOClient(lambda: AttachedServer(path, slab_fd), OPEN, 9.0, 9.0, needs_server=False)
     until(lambda: engine.tiers["serve"].is_complete and not engine._is_opening)
     engine.close()
+
+
+def test_a_renewal_where_no_server_was_ever_there_says_that_nothing_is_open_yet(
+    tmp_path, monkeypatch, closing
+):
+    """It is no OSError: that one says of a server that it serves what was to be removed."""
+    monkeypatch.setattr(client, "MEET_S", 0.1)
+    path, slab_fd = str(tmp_path / "s"), create_shared_memory(2 * SLOT)
+    start = partial(AttachedServer, path, slab_fd)
+    engine = closing(IOClient(start, OPEN, 9.0, 9.0, needs_server=False))
+    with pytest.raises(ConfigError, match=r"no server.*took 0\.1 s to open the tiers"):
+        engine.renew("2" * 64, {}, [], timeout_s=0.1)
 
 
 @pytest.mark.parametrize("left", range(4))
