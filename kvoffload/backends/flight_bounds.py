@@ -52,7 +52,7 @@ class InFlight(Generic[T]):
         """What a transfer waits for."""
         self._waiting: list[Kind] = []
         """The kinds of the transfers that wait."""
-        self._under_way = dict.fromkeys(_KINDS, 0)
+        self._num_in_flight = dict.fromkeys(_KINDS, 0)
         self.nbytes = 0
         """Bytes in flight now."""
 
@@ -63,7 +63,7 @@ class InFlight(Generic[T]):
             self._check(transfer)
             if not self._admits(transfer):
                 self._wait(transfer)
-            self._under_way[kind] += 1
+            self._num_in_flight[kind] += 1
             self.nbytes += transfer.nbytes
             if self._waiting:
                 self._admit_another()
@@ -71,7 +71,7 @@ class InFlight(Generic[T]):
     def leave(self, transfer: T) -> None:
         """End a transfer that was admitted."""
         with self._lock:
-            self._under_way[transfer.kind] -= 1
+            self._num_in_flight[transfer.kind] -= 1
             self.nbytes -= transfer.nbytes
             if self._waiting:
                 self._admit_another()
@@ -104,9 +104,9 @@ class InFlight(Generic[T]):
 
     def _admits(self, transfer: T) -> bool:
         if transfer.kind == "lookup":
-            return not self._under_way["lookup"]
+            return not self._num_in_flight["lookup"]
         if transfer.kind == "store" and "load" in self._waiting:
             return False
-        transfers = self._under_way["load"] + self._under_way["store"]
+        transfers = self._num_in_flight["load"] + self._num_in_flight["store"]
         fits = transfers < self._least or self.nbytes + transfer.nbytes <= self._most_bytes
         return fits and transfers < self._most

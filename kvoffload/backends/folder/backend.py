@@ -293,13 +293,13 @@ class FolderBackend(AsyncChunkBackend):
 
     def usage(self) -> Usage:
         """Return the bytes under the root that the evictor counted, and the chunks known here."""
-        keeper = self._housekeeper
+        upkeep = self._housekeeper
         gauges = {
-            "up": int(not (self._mount.is_stalled or keeper.is_away)),
-            "evictor": int(keeper.is_evictor),
-            "hosts": keeper.num_hosts,
+            "up": int(not (self._mount.is_stalled or upkeep.is_gone)),
+            "evictor": int(upkeep.is_evictor),
+            "hosts": upkeep.num_hosts,
         }
-        return Usage(keeper.room.used_bytes, keeper.capacity_bytes, len(self._known), gauges)
+        return Usage(upkeep.room.used_bytes, upkeep.capacity_bytes, len(self._known), gauges)
 
     @property
     def place(self) -> str:

@@ -91,7 +91,7 @@ class Housekeeper:
         """Whether it is this process's turn to evict."""
         self.num_hosts = 1
         """Processes that the evictor counts."""
-        self.is_away = False
+        self.is_gone = False
         """Whether the root was not there at the last look."""
         self._said: dict[tuple[str, int | None], Throttle] = {}
         """By text and error number."""
@@ -279,14 +279,14 @@ class Housekeeper:
     def _look_at_root(self) -> None:
         if time.monotonic() - self._looked_s < _LOOK_S:
             return
-        self._looked_s, was_away = time.monotonic(), self.is_away
+        self._looked_s, was_gone = time.monotonic(), self.is_gone
         try:
             is_other = self._root.look_again()
         except OSError:
-            self.is_away = True
+            self.is_gone = True
             raise
-        self.is_away = False
-        if was_away:
+        self.is_gone = False
+        if was_gone:
             log.warning("folder %s: it is there again", self._root.path)
         if is_other:
             log.warning("folder %s: another store has this name now", self._root.path)

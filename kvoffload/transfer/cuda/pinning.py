@@ -159,7 +159,7 @@ class Pinning:
             self._is_stopping = True
             self._progress.notify_all()
 
-    def let_go(self) -> None:
+    def begin_unpinning(self) -> None:
         """Begin to unpin all; never waits. No copy may run any more."""
         with self._progress:
             self._is_stopping = self._is_closing = True
@@ -167,7 +167,7 @@ class Pinning:
 
     def close(self, timeout_s: float | None = None) -> None:
         """Unpin all, in the background if it takes longer; no copy may run any more."""
-        self.let_go()
+        self.begin_unpinning()
         self._thread.join(CLOSE_TIMEOUT_S if timeout_s is None else timeout_s)
         if self._thread.is_alive():  # it keeps the memory, so nothing is freed too early
             log.warning("host memory is still pinned after %.0f s; left alone", CLOSE_TIMEOUT_S)

@@ -156,7 +156,7 @@ class CudaDevice:
     def _leave(self, address: int) -> None:
         with self._lending:
             if (pinning := self._lent.pop(address, None)) is not None:
-                pinning.let_go()
+                pinning.begin_unpinning()
 
     def _numa_node(self) -> int | None:
         properties: Any = torch.cuda.get_device_properties(self._device)
@@ -311,7 +311,7 @@ class CudaDevice:
         """Unpin host memory and free the streams; no copy may run any more."""
         pinnings, end_s = self._pinnings(), time.monotonic() + CLOSE_TIMEOUT_S
         for pinning in pinnings:
-            pinning.let_go()
+            pinning.begin_unpinning()
         for pinning in pinnings:
             pinning.close(max(0.0, end_s - time.monotonic()))
         while self._streams:
