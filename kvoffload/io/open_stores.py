@@ -4,6 +4,7 @@ import asyncio
 import errno
 import logging
 import threading
+import time
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from inspect import signature
 from typing import Any, Protocol, TypeVar, runtime_checkable
@@ -11,7 +12,7 @@ from typing import Any, Protocol, TypeVar, runtime_checkable
 from msgspec import convert
 
 from kvoffload import registry
-from kvoffload.backends.admin import Purges
+from kvoffload.backends.admin import Purges, duration
 from kvoffload.backends.asynchronous import CLOSING
 from kvoffload.backends.base import (
     Backend,
@@ -43,6 +44,8 @@ CLOSE_S = 5.0
 """How long closing stores may take."""
 TRY_AGAIN_S, LONGEST_S = 0.5, 30.0
 """Time before a store that could not be opened is tried again; it doubles up to the second."""
+_TELL_EACH = 120
+"""So many tries, an hour's, are between two tellings of one lasting reason at most."""
 _OF_DEVICE = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
 KEYS_PER_MESSAGE = 1024
 """Keys in one message to the engine's process, which decodes it in one go."""
@@ -233,18 +236,25 @@ async def open_store(wanted: Open, i: int, places: dict[str, int]) -> OpenStore:
 async def until_open(
     name: str, open: Callable[[], Awaitable[_A]], refused: Callable[[Exception], None]
 ) -> _A:
-    """Try to open a store until it is open; ``refused`` is called with the error of each try."""
-    pause_s, tries = TRY_AGAIN_S, 1
+    """Try to open a store until it is open.
+
+    ``refused`` is called with each new error, and with one that lasts after 2, 4, 8... tries.
+    """
+    pause_s, tries, since_s, told = TRY_AGAIN_S, 1, time.monotonic(), ""
     while True:
         try:
             opened = await open()
             break
         except Exception as error:  # also of one that has no thread for it
-            refused(error)
+            is_due = tries.bit_count() == 1 or tries % _TELL_EACH == 0
+            if is_due or text_of(error) != told:
+                told = text_of(error)
+                refused(error)
         await asyncio.sleep(pause_s)
         pause_s, tries = min(LONGEST_S, 2 * pause_s), tries + 1
     if tries > 1:  # who has read of the refusals reads of their end, at the level of warnings
-        log.warning("the tier %s is open, at try %d", name, tries)
+        away_s = time.monotonic() - since_s
+        log.warning("the tier %s is open, at try %d, after %s", name, tries, duration(away_s))
     return opened
 
 

@@ -14,6 +14,7 @@ from kvoffload.backends.blocking_pool import undisturbed
 from kvoffload.backends.memory import MemoryBackend, MemoryOptions
 from kvoffload.errors import ConfigError
 from kvoffload.io import client as io_client
+from kvoffload.io import open_stores
 from kvoffload.io.open_stores import (
     OpenStore,
     ReadInPlace,
@@ -122,6 +123,25 @@ async def test_a_store_whose_check_raises_is_refused(monkeypatch):
     monkeypatch.setattr(MemoryBackend, "check_fit", lambda self, chunk_bytes: 1 / 0)
     with pytest.raises(ConfigError, match="ZeroDivisionError"):
         await open_store(opening([("memory", "memory", {})]), 0, {})
+
+
+async def test_why_a_store_stays_down_is_told_less_and_less_often(monkeypatch, caplog):
+    monkeypatch.setattr(open_stores, "TRY_AGAIN_S", 0.0)
+    monkeypatch.setattr(open_stores, "_TELL_EACH", 30)
+    tried, told = [], []
+
+    async def open():
+        tried.append(len(tried) + 1)
+        if tried[-1] < 100:
+            raise ConfigError("root", "/kv", "is no folder" if tried[-1] == 20 else "is full")
+        return "open"
+
+    def refused(error):
+        told.append(tried[-1])
+
+    assert await open_stores.until_open("disk", open, refused) == "open"
+    assert told == [1, 2, 4, 8, 16, 20, 21, 30, 32, 60, 64, 90]
+    assert "the tier disk is open, at try 100, after 0 s" in caplog.text
 
 
 async def test_a_store_that_does_not_close_is_only_logged(broken, caplog):
