@@ -184,8 +184,8 @@ class Housekeeper:
         self.room.limit(limit, lease.counted.get(self._token, 0), lease.resident_bytes)
         self.num_hosts = max(1, len(lease.limits))
         if lease.capacity_bytes not in (self._capacity_bytes, self.capacity_bytes):
-            log.warning(
-                "folder %s: capacity = %d is not used, %s evicts by %d; give all hosts the same",
+            self._say(
+                None, "%s: capacity = %d is not used, %s evicts by %d; give all hosts the same",
                 self._root.path, self._capacity_bytes, lease.host, lease.capacity_bytes,
             )  # fmt: skip
         self.capacity_bytes = lease.capacity_bytes
@@ -320,7 +320,7 @@ class Housekeeper:
         remedy = remedy_of(error) if isinstance(error, OSError) else "report it"
         self._say(error, "%s: housekeeping failed: %s; %s", self._root.path, error, remedy)
 
-    def _say(self, error: Exception, text: str, *values: object) -> None:
-        """Log a failure that may last: one line for each kind in :data:`SAY_AGAIN_S`."""
+    def _say(self, error: Exception | None, text: str, *values: object) -> None:
+        """Log what may last: one line for each kind in :data:`SAY_AGAIN_S`."""
         kind = text, getattr(error, "errno", None)
         self._said.setdefault(kind, Throttle(log, SAY_AGAIN_S)).warning(f"folder {text}", *values)

@@ -9,6 +9,7 @@ import sys
 import pytest
 from disk_parts import ON_DISK, load, until
 from folder_parts import open_folder, path_of, store, store_at_last
+from msgspec import structs
 
 from kvoffload import open_backend
 from kvoffload.backends.folder import upkeep
@@ -271,6 +272,10 @@ async def test_hosts_with_different_capacities_are_told_which_counts(mounts, cap
     assert await until(lambda: "is not used" in caplog.text)
     assert caplog.text.count("is not used") == 1
     assert [each.usage().capacity_bytes for each in (evictor, other)] == [8 << 20] * 2
+    lease, _ = other._records.lease()
+    for capacity in (32 << 20, 8 << 20) * 3:  # of a third host, which takes turns with the first
+        other._housekeeper._follow(structs.replace(lease, capacity_bytes=capacity))
+    assert caplog.text.count("is not used") == 1
     await evictor.close()
     assert await until(lambda: other.usage().gauges["evictor"])
     assert other.usage().capacity_bytes == 16 << 20
