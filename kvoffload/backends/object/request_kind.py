@@ -69,24 +69,32 @@ class Requests:
                 log.warning("object: the bucket answers again (%ss)", self._verb)
 
     def _failed(self, failure: Failure) -> None:
+        if failure in (CANCELLED, BUSY):  # the bucket was not asked
+            self._count_as(failure)
+            return
+        opened = self.breaker.failed(at_once=failure.is_lasting)
+        cause = self._behind(failure) if failure.is_vague else failure
+        self._count_as(cause or failure)
+        if cause is not None and (opened or failure.is_lasting):
+            self._say(cause)
+
+    def _count_as(self, failure: Failure) -> None:
         is_answer = failure.reason.startswith("refused_")
         self._count(failure.reason if is_answer else f"{self._verb}_{failure.reason}")
-        if failure in (CANCELLED, BUSY):
-            return  # the bucket was not asked
-        opened = self.breaker.failed(at_once=failure.is_lasting)
-        if opened or failure.is_lasting:
-            self._say(failure)
+
+    def _behind(self, failure: Failure) -> Failure | None:
+        """Return what is behind a bare status; None: another thread asks just now, and says it."""
+        if not self._asking.acquire(blocking=False):
+            return None
+        try:
+            self._ask_for_reason()
+        except Failed as more:
+            return more.failure if more.failure.is_lasting else failure
+        finally:
+            self._asking.release()
+        return failure
 
     def _say(self, failure: Failure) -> None:
-        if failure.is_vague:
-            if not self._asking.acquire(blocking=False):
-                return  # who asks will say it
-            try:
-                self._ask_for_reason()
-            except Failed as more:
-                failure = more.failure
-            finally:
-                self._asking.release()
         now = time.monotonic()
         with self._saying:
             if now < self._said_s.get(failure.reason, -SAY_AGAIN_S) + SAY_AGAIN_S:

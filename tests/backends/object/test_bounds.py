@@ -108,7 +108,8 @@ def test_another_reason_behind_an_answer_without_content_is_said_at_once(caplog)
     def refused():
         raise Failed(Failure("refused_forbidden", "grant it", "403", is_lasting=True))
 
-    requests = Requests("lookup", lambda reason: None, tell)
+    counted = []
+    requests = Requests("lookup", counted.append, tell)
     requests.breaker.pause_s = 0.0
     for _ in range(3):
         with pytest.raises(Failed):
@@ -122,6 +123,7 @@ def test_another_reason_behind_an_answer_without_content_is_said_at_once(caplog)
         f"{pause}: clock skew (403 Code); mend it",
         f"{again} (lookups)",
     ]
+    assert counted == ["refused_credentials", "refused_credentials", "refused_clock_skew"]
 
 
 async def test_engines_send_no_list(s3):
