@@ -51,8 +51,7 @@ class Quota:
         self._owed = 0
         """What the file does not count yet; negative for released bytes."""
         self._closed = False
-        self.failure: OSError | None = None
-        """Why the last change could not be made: the device refused it; None: it did not."""
+        self._failed = threading.local()
         self._recorded_bytes = 0
         """The figure as this process read it last."""
         self.changes = 0
@@ -67,6 +66,11 @@ class Quota:
     def resident_bytes(self) -> int:
         """The figure as this process read it last, less what it could not release since."""
         return max(0, self._recorded_bytes + self._owed)
+
+    @property
+    def failure(self) -> OSError | None:
+        """Why the last change by this thread was not made: the device refused; None: it did not."""
+        return getattr(self._failed, "error", None)
 
     def is_gone(self) -> bool:
         """Return whether the file was removed: other processes would count in another file."""
@@ -140,7 +144,7 @@ class Quota:
         """Replace the figure by ``change(figure)`` unless that is None; return whether it was."""
         if self._closed:
             return False
-        self.failure = None
+        self._failed.error = None
         try:
             how = fcntl.LOCK_EX | fcntl.LOCK_NB
             if not lock_patiently(LOCK_WAIT_S, self._vfs.flock, self._fd, how):
@@ -155,7 +159,7 @@ class Quota:
                 with contextlib.suppress(OSError):
                     self._vfs.flock(self._fd, fcntl.LOCK_UN)
         except OSError as error:
-            self.failure = error
+            self._failed.error = error
             return False
 
     def _write(self, resident: int, steps: int) -> bool:

@@ -1,13 +1,16 @@
 """A foreign quota file: with a valid seal, and with counts that no root has."""
 
+import errno
 import fcntl
 import struct
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import xxhash
 
 from kvoffload.backends.disk.quota import Quota, recorded_bytes
 from kvoffload.backends.disk.vfs import Vfs
+from tests.support.vfs import FailingVfs
 
 
 def sealed(resident, changes):
@@ -56,3 +59,15 @@ def test_a_ledger_that_a_stopped_process_has_locked_is_an_error_for_those_who_on
         with pytest.raises(BlockingIOError, match="locked by another process"):
             recorded_bytes(Vfs(), str(path))
     assert recorded_bytes(Vfs(), str(path)) == 7
+
+
+def test_why_a_change_was_not_made_is_told_to_the_thread_that_asked_for_it(tmp_path):
+    vfs = FailingVfs(0, errno.EIO, when=lambda call, path: call == "pwritev")
+    quota = Quota(vfs, str(tmp_path / ".ledger"), fresh=True)
+    with ThreadPoolExecutor(1) as another:
+        vfs.nth = vfs.calls + 1
+        assert not another.submit(quota.reserve, 100, 1 << 40).result()
+        assert quota.reserve(100, 1 << 40)
+        assert quota.failure is None
+        assert another.submit(lambda: quota.failure).result().errno == errno.EIO
+    quota.close()
