@@ -16,6 +16,7 @@ from kvoffload.backends.disk.chunk_file import (
 )
 from kvoffload.backends.disk.files import Seen
 from kvoffload.backends.disk.index import Name
+from kvoffload.backends.disk.paths import SLOTS
 from kvoffload.backends.disk.segment import MOST_KEY_BYTES, Segment, key_in, pack_entry
 from kvoffload.backends.disk.segments import Segments
 from kvoffload.backends.disk.slot_places import At, gone
@@ -100,6 +101,11 @@ class Slots:
         """Return whether to store a chunk in a slot."""
         is_small = chunk_bytes <= MOST_CHUNK_BYTES and len(key) <= MOST_KEY_BYTES
         return is_small and self.segments.has_room_for(bytes_on_disk(chunk_bytes))
+
+    def path_of(self, name: Name) -> str:
+        """Return the path of a chunk's segment, with the number of the slot."""
+        segment, slot = self.segments.find(name)
+        return f"{segment.stem}{SLOTS}#{slot}"
 
     def read(self, name: Name, key: bytes, target: memoryview) -> tuple[str | None, Seen | None]:
         try:

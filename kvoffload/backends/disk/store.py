@@ -197,15 +197,20 @@ class DiskStore(Counts):
                 return self._missed(name, "missing", None)
         else:
             self.count(f"read_{reason}")
-            path, remedy = self.files.path_of(name), _REMEDIES.get(reason, "")
-            self._say("read", path, reason, remedy)
+            self._say("read", name, reason, _REMEDIES.get(reason, ""))
             if reason in NOT_DAMAGED:
                 self._pass_over(name, seen)
         return ReadResult.of(reason)
 
-    def _say(self, verb: str, path: str, why: str, remedy: str) -> None:
+    def _say(self, verb: str, name: Name, why: str, remedy: str) -> None:
         throttle = self._said.setdefault(f"{verb} {why}", Throttle(log, LASTING_S))
-        throttle.warning("disk: cannot %s %s: %s%s", verb, path, why, remedy)
+        throttle.warning("disk: cannot %s %s: %s%s", verb, self._where(name), why, remedy)
+
+    def _where(self, name: Name) -> str:
+        """Return where an operator finds a chunk."""
+        with contextlib.suppress(FileNotFoundError):
+            return self.slots.path_of(name)
+        return self.files.path_of(name)
 
     def _pass_over(self, name: Name, seen: Seen | None) -> None:
         """Hide a chunk of another version or key until a store replaces it; it can be evicted."""
@@ -468,7 +473,7 @@ class DiskStore(Counts):
             except OSError as error:
                 self.count("undeletable")
                 why = error.strerror or str(error)
-                self._say("remove", self.files.path_of(name), why, f"; {remedy_of(error)}")
+                self._say("remove", name, why, f"; {remedy_of(error)}")
                 self.space.removal_failed(reason_of(error))
                 return False
             self.note_removed(name, reason)
@@ -528,23 +533,23 @@ class DiskStore(Counts):
         Returns False if what a reader found damaged is no longer there: then it may have been
         whole, and overwritten under the reader.
         """
-        path, form = self.files.path_of(name), self._form_of(name)
-        moved = False
+        place, form, kept = self._where(name), self._form_of(name), ""
         with self._publishing:
             try:
                 if seen is not None and not form.is_still(name, seen):
                     return False
-                form.set_aside(name, self.quarantine.path_for(path))
-                moved = True
+                path = self.quarantine.path_for(self.files.path_of(name))
+                form.set_aside(name, path)
+                kept = f"; it is now {path}"
             except FileNotFoundError:
                 return False  # as for the second of two readers
             except OSError:
                 pass  # removed below, if that is possible
-            if moved:
+            if kept:
                 self.note_removed(name, "corrupt")
-        self._damaged.warning("disk: %s failed verification: %s", path, reason)
+        self._damaged.warning("disk: %s failed verification: %s%s", place, reason, kept)
         self.count(reason)
-        if moved:
+        if kept:
             self.trim_quarantine()
         elif not self.discard(name, "corrupt"):
             self.index.hide([name])

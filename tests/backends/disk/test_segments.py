@@ -261,6 +261,18 @@ async def test_damage_of_any_kind_is_a_miss_and_can_be_stored_again(tmp_path, ki
     assert backend.usage().resident_bytes == chunk_bytes(tmp_path) + set_aside
 
 
+async def test_the_log_names_the_slot_of_a_damaged_chunk_and_where_it_went(tmp_path, caplog):
+    backend, keys = open_segments(tmp_path), keys_of(2)
+    assert all(await write_each(backend, keys))
+    (table,) = tables(tmp_path)
+    slot = table_of(table)[keys[1]] // ON_DISK
+    flip_chunk(tmp_path, keys[1], -9)
+    assert await load(backend, keys) == [True, False]
+    (kept,) = (tmp_path / QUARANTINE).iterdir()
+    place = f"{table.with_suffix('.slots')}#{slot}"
+    assert f"disk: {place} failed verification: corrupt_payload; it is now {kept}" in caplog.text
+
+
 @pytest.mark.parametrize("by_next_process", [False, True])
 async def test_a_chunk_whose_bytes_were_lost_gives_its_room_back_at_its_first_load(
     tmp_path, by_next_process
