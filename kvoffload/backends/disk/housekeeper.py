@@ -165,6 +165,7 @@ class Housekeeper:
     def _find_victims(self) -> None:
         """Scan at once: other processes may have stored chunks that this one can evict."""
         self._store.space.lacks_victims.clear()
+        self._take_over()
         if self._store.root.evictor.held:
             self._scan()
             if not self._store.index.has_victims:
@@ -188,10 +189,7 @@ class Housekeeper:
         store.record_use()
         if root.quota.refresh() is None and root.evictor.held:
             self._recount_now()  # damaged: it refuses all stores until a full scan
-        if not root.evictor.held and root.evictor.take():
-            # The last evictor ended: its figure may be off, and its index is gone.
-            self._has_order = False
-            self._recount_now()
+        self._take_over()
         self._store.space.keep_free(self._stop.is_set)
         now = time.monotonic()
         if now >= self._recount_at and self._is_exact:
@@ -206,6 +204,14 @@ class Housekeeper:
             self._saved_changes = root.quota.changes
             self._save_at = now + _SNAPSHOT_S
             self._scanner.save_snapshot()
+
+    def _take_over(self) -> None:
+        """Evict from now on, if no other process does."""
+        evictor = self._store.root.evictor
+        if not evictor.held and evictor.take():
+            # The last evictor ended: its figure may be off, and its index is gone.
+            self._has_order = False
+            self._recount_now()
 
     def _recount_now(self) -> None:
         self._is_exact = False

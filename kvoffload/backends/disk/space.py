@@ -62,7 +62,8 @@ class Space:
         self.oldest_use_ns = time.time_ns()
         """When the last evicted chunk had been used."""
         self.lacks_victims = threading.Event()
-        """Set when a store needs room and no known chunk can leave: a scan may find some."""
+        """Set when a store needs room and no known chunk can leave: a scan may find some, and the
+        process that evicted may have ended."""
         self._tells_in_flight = False
         """Whether another process may correct the quota."""
         self._lock = threading.Lock()
@@ -165,7 +166,10 @@ class Space:
 
     def _evict_for(self, allocated_bytes: int, chunks: int) -> bool:
         if not self._is_evictor():
-            return self._fits(allocated_bytes, chunks)
+            fits = self._fits(allocated_bytes, chunks)
+            if not (fits or self._root.evictor.held):
+                self.lacks_victims.set()
+            return fits
         with self._waiting_for_eviction():
             for _ in range(_ROOM_TRIES):
                 self._evict_to(self._root.limits.capacity_bytes - allocated_bytes)

@@ -11,6 +11,7 @@ import time
 import pytest
 from disk_parts import allocated, chunk_bytes, open_disk, until
 
+from kvoffload.backends.disk import housekeeper as disk_housekeeper
 from kvoffload.backends.disk.paths import MANIFEST, QUARANTINE, SNAPSHOT
 from kvoffload.backends.disk.root import ABANDONED_S
 from kvoffload.backends.disk.scanner import Scanner
@@ -55,6 +56,21 @@ async def test_only_one_evicts_and_the_next_takes_over_when_it_goes(tmp_path):
         await asyncio.sleep(0.05)
     assert await until(lambda: two.counters().get("evicted"))
     assert allocated(tmp_path) <= 10 * ON_DISK + 8192
+
+
+@pytest.mark.usefixtures("form")
+async def test_the_next_takes_over_as_soon_as_it_needs_room(tmp_path, monkeypatch):
+    """As after a renewal of weights: at the last tick, the store that left had not closed."""
+    monkeypatch.setattr(disk_housekeeper, "_TICK_S", 3600.0)
+    settings = {"capacity": ByteSize(8 * ON_DISK), "high_watermark": 1.0, "low_watermark": 1.0}
+    one = open_disk(tmp_path, **settings)
+    assert await write(one, keys_of(8)) == [True] * 8
+    two = open_disk(tmp_path, "another", **settings)
+    assert await until(lambda: two._housekeeper._expire_at), "the first tick has ended"
+    await one.close()
+    await write(two, keys_of(1, "first"))
+    assert await until(lambda: len(two._store.index) >= 8)
+    assert await write(two, keys_of(2, "next")) == [True] * 2
 
 
 @pytest.mark.usefixtures("form")
