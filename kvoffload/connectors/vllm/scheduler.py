@@ -9,7 +9,8 @@ answers.
 import itertools
 import logging
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections import deque
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -58,6 +59,8 @@ MAX_FAILED_LOADS = 2
 """Failed loads of one request after which it is computed, whatever the tiers promise."""
 IDLE_S = 1.0
 """After an idle time of this length the first lookups wait one step for the workers' reports."""
+_MOST_ABORTED = 64
+"""A table has up to some thousand blocks."""
 
 
 class KVOffloadScheduler(OffloadingConnectorScheduler):  # type: ignore[misc]  # untyped base
@@ -100,6 +103,8 @@ class KVOffloadScheduler(OffloadingConnectorScheduler):  # type: ignore[misc]  #
         self._awaits_reports = False
         """Until the next step: the stores may have changed in a time without reports."""
         self._meter = StepMeter(self.adapter.computed)
+        self.aborted = deque[list[Collection[int]]](maxlen=_MOST_ABORTED)
+        """The block tables of requests that were aborted last, perhaps while a step loads them."""
         self._explained = ExplainedRequests(self.adapter.explain)
         self._log = RequestLog(settings.record, self.config.kv_group_configs[0].tokens_per_chunk)
         takes_sessions = "session" in settings.client_hints
@@ -340,9 +345,11 @@ class KVOffloadScheduler(OffloadingConnectorScheduler):  # type: ignore[misc]  #
         """See vLLM; the result goes out with the request's output."""
         delayed, params = super().request_finished(request)
         status = self._req_status.get(request.request_id)
-        is_aborted = request.status is RequestStatus.FINISHED_ABORTED  # vLLM's half sees to those
-        if status is not None and not is_aborted:
-            withheld_stores.bar_uncomputed(status)
+        if status is not None:
+            if request.status is RequestStatus.FINISHED_ABORTED:
+                self.aborted.append(withheld_stores.tables_of(status))
+            else:  # vLLM's half sees to aborted ones
+                withheld_stores.bar_uncomputed(status)
         # vLLM's half ends it a step later.
         self.adapter.manager.request_admitted(ReqContext(request.request_id))
         return delayed, self._explained.finish(request.request_id, params)

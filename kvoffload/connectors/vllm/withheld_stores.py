@@ -103,6 +103,9 @@ def fail_after(half: Any, block_ids: Set[int], kv_cache: Any) -> None:
         block_ids: what any connector failed to load.
         kv_cache: vLLM's ``KVCacheManager``.
     """
+    for tables in half.aborted:
+        if not block_ids.isdisjoint(blocks := set[int]().union(*tables)):
+            kv_cache.evict_blocks(blocks)
     for status in half._req_status.values():
         old, now = notes_of(status.req_context).old_blocks, _blocks(status)
         given_up = old | now if status.req.is_finished() else old
@@ -110,6 +113,16 @@ def fail_after(half: Any, block_ids: Set[int], kv_cache: Any) -> None:
             kv_cache.evict_blocks(given_up)
         if not block_ids.isdisjoint(old | now):
             half._table.fail_stores(status.transfer_jobs)
+
+
+def tables_of(status: Any) -> list[Collection[int]]:
+    """Return the blocks that a request has, and those that it had; copies nothing.
+
+    Args:
+        status: vLLM's state of the request.
+    """
+    tables: list[Collection[int]] = [group.block_ids for group in status.group_states]
+    return [*tables, notes_of(status.req_context).old_blocks]
 
 
 def _blocks(status: Any) -> set[int]:

@@ -81,18 +81,22 @@ def test_a_store_fails_whose_request_a_reset_preempts_before_its_load_is_known_t
     assert half._table[store].stale
 
 
-def test_the_blocks_of_a_request_that_ends_before_its_load_is_known_to_fail_are_not_found(halves):
-    rig = halves()
+@pytest.mark.parametrize("blocks_per_chunk", [1, 16], ids=["a store", "no store"])
+def test_the_blocks_of_a_request_that_ends_before_its_load_is_known_to_fail_are_not_found(
+    halves, blocks_per_chunk
+):
+    rig = halves(blocks_per_chunk=blocks_per_chunk)
     half = rig.scheduler.connector.connector_scheduler
     prompt = random.Random(1).choices(range(3, 512), k=10 * BLOCK + 5)
     request = rig.add(prompt, 20)
     (new,) = rig.scheduler.schedule().scheduled_new_reqs
-    (store,) = half._jobs
+    stores = [*half._jobs]
+    assert len(stores) == (blocks_per_chunk == 1)
     rig.scheduler.finish_requests(request.request_id, RequestStatus.FINISHED_ABORTED)
     rig.scheduler.schedule()
     lost = KVConnectorOutput(invalid_block_ids=set(new.block_ids[0][:2]))
     rig.scheduler.connector.update_connector_output(lost)
-    assert half._table[store].stale
+    assert all(half._table[store].stale for store in stores)
     again = rig.add(prompt, 2)
     _, found, *_ = rig.scheduler.kv_cache_manager.get_computed_blocks(again)
     assert found == 0
