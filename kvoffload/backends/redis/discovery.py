@@ -53,8 +53,8 @@ def parse_slots(rows: Any, asked: Address) -> Slots:
             case [int(start), int(stop), [host, int(port), *_], *_] if (
                 0 <= start <= stop < NUM_SLOTS and isinstance(host, bytes | None)
             ):
-                if host == b"?":
-                    continue  # this node does not know its announced name yet
+                if host == b"?" or not port:
+                    continue  # the server asked does not know its announced name, or its address
                 name = host.decode("utf-8", "replace") if host else asked.host
                 slots.append((start, stop, parse_address(name, str(port))))
             case _:

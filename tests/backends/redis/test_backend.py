@@ -11,7 +11,14 @@ from kvoffload import open_backend
 from kvoffload.errors import ConfigError
 from kvoffload.testing.backends import CHUNK_BYTES, filled, keys_of, payload_of, slots
 from tests.support.redis_engine import PATIENT, until
-from tests.support.redis_server import BINARY, MISSING, RedisServer, free_port, make_certificates
+from tests.support.redis_server import (
+    BINARY,
+    MISSING,
+    RedisServer,
+    free_port,
+    make_certificates,
+    redis_cluster,
+)
 from tests.support.redis_suite import RedisSuite
 
 pytestmark = pytest.mark.skipif(BINARY is None, reason=MISSING)
@@ -262,6 +269,19 @@ async def test_a_slot_that_moves_is_followed(cluster, opened):
     assert backend.counters()["refused_moved"] == 1
     assert await backend.read(keys, slots(1)) == [True]
     assert backend.counters()["refused_moved"] == 1  # the table was corrected
+
+
+async def test_a_server_whose_address_the_cluster_lost_hides_none_of_the_others(tmp_path, opened):
+    with redis_cluster(tmp_path) as servers:
+        for server in servers:
+            server.cli("config", "set", "cluster-require-full-coverage", "no")
+        servers[0].cli("cluster", "reset", "hard")  # it has another name now
+        await until(lambda: "noaddr" in servers[1].cli("cluster", "nodes"))
+        backend, keys = opened(f"redis+cluster://127.0.0.1:{servers[1].port}"), keys_of(30)
+        stored = await backend.write(keys, filled(keys))
+        assert await backend.read(keys, slots(30)) == stored
+        assert 0 < stored.count(False) < 30
+        assert backend.counters()["write_no_server"] == stored.count(False)
 
 
 @pytest.mark.parametrize("bad", [b"", b"x" * 121])

@@ -217,7 +217,10 @@ def test_rows_of_a_slot_table_reach_from_one_slot_to_the_last_one():
         (5, 5, parse_address("a", "1")),
         (NUM_SLOTS - 1, NUM_SLOTS - 1, parse_address("asked", "2")),
     ]
-    assert parse_slots([[0, 1, [b"?", 1]]], ASKED) == []
+    for unknown in ([b"?", 1], [b"", 0]):
+        assert parse_slots([[0, 1, unknown], [2, 3, [b"a", 1]]], ASKED) == [
+            (2, 3, parse_address("a", "1"))
+        ]
     for row in ([5, 4, [b"a", 1]], [-1, 4, [b"a", 1]], [0, NUM_SLOTS, [b"a", 1]], [0, 1], 7):
         with pytest.raises(ValueError, match=r"row of a slot table|instead of an array"):
             parse_slots([row], ASKED)
