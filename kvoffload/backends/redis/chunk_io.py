@@ -129,19 +129,27 @@ class ChunkIO:
     def count(
         self, node: Node, keys: Sequence[bytes], command: bytes, *arguments: bytes
     ) -> list[int | None]:
-        """Send one command for each key to a server; return the numbers, None without one."""
+        """Send one command for each key to a server; return the numbers, None without one.
+
+        It follows one redirect of each key: a slot that moves is no miss.
+        """
         if node.is_open:
             return [None] * len(keys)
-        commands = b"".join([encode(command, self._name(_tag(key)), *arguments) for key in keys])
-        request = Request("lookup", right=command.decode().lower())
-        try:
-            replies = node.ask(request, commands, len(keys))
-        except Lost:
-            return [None] * len(keys)
-        errors = {each.code: each for each in replies if isinstance(each, ServerError)}
-        if moved := errors.get("MOVED"):
-            self._topology.redirect(moved)  # corrects the slot table for the next call
-        return [None if isinstance(each, ServerError) else each for each in replies]
+        commands = [encode(command, self._name(_tag(key)), *arguments) for key in keys]
+        right = command.decode().lower()
+        replies = _ask(node, Request("lookup", right=right), commands)
+        followed: dict[tuple[Node, int | None], list[int]] = {}
+        for i, reply in enumerate(replies):
+            if isinstance(reply, ServerError) and (target := self._redirect(reply)):
+                to, asking = target
+                # ASKING is for one command.
+                followed.setdefault((to, i if asking else None), []).append(i)
+        for (to, one), indices in followed.items():
+            request = Request("lookup", right=right, asking=one is not None)
+            some = _ask(to, request, [commands[i] for i in indices])
+            for i, reply in zip(indices, some, strict=True):
+                replies[i] = reply
+        return [None if isinstance(reply, ServerError) else reply for reply in replies]
 
     def _exchange(
         self, tag: bytes, request: Request, talk: Talk
@@ -151,15 +159,25 @@ class ChunkIO:
         if node is None:
             raise Lost("no_server")
         reply = node.run(request, talk)
-        if isinstance(reply, ServerError) and reply.code in ("MOVED", "ASK"):
-            target = self._topology.redirect(reply)
-            if target is not None:
-                node, request.asking = target
-                reply = node.run(request, talk)
+        if isinstance(reply, ServerError) and (target := self._redirect(reply)):
+            node, request.asking = target
+            reply = node.run(request, talk)
         return node, reply
+
+    def _redirect(self, error: ServerError) -> tuple[Node, bool] | None:
+        """Return where an error leads, and whether ASKING goes first; None: nowhere."""
+        return self._topology.redirect(error) if error.code in ("MOVED", "ASK") else None
 
     def _name(self, tag: bytes) -> bytes:
         return b"%b{%b}" % (self._prefix, tag)
+
+
+def _ask(node: Node, request: Request, commands: list[bytes]) -> list[int | ServerError | None]:
+    """Return a server's answers; None for each if it gives none."""
+    try:
+        return [*node.ask(request, b"".join(commands), len(commands))]
+    except Lost:
+        return [None] * len(commands)
 
 
 def _tag(key: bytes) -> bytes:

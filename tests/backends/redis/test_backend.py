@@ -8,6 +8,7 @@ import threading
 import pytest
 
 from kvoffload import open_backend
+from kvoffload.backends.base import WriteResult
 from kvoffload.errors import ConfigError
 from kvoffload.testing.backends import CHUNK_BYTES, filled, keys_of, payload_of, slots
 from tests.support.redis_engine import PATIENT, until
@@ -245,30 +246,50 @@ async def test_in_a_cluster_a_user_with_few_rights_suffices(cluster, login):
     assert await stores_and_loads(options, "rights", count=16)
 
 
-async def test_a_slot_that_moves_is_followed(cluster, opened):
-    """ASK while it moves, MOVED afterwards: both lead to the chunk at once."""
-    url = f"redis+cluster://127.0.0.1:{cluster[0].port}"
-    backend = opened(url, "moving")
-    keys = keys_of(1, "moving")
+@pytest.fixture
+async def moving(cluster, opened):
+    """A tier with one chunk, whose slot is on its way to another server; what ends the way."""
+    backend, keys = opened(f"redis+cluster://127.0.0.1:{cluster[0].port}", "moving"), keys_of(1)
     await backend.write(keys, filled(keys))
     name = f"kvoffload:moving:xxh3:{{{keys[0].hex()}}}"
     slot = cluster[0].cli("cluster", "keyslot", name)
     source = next(s for s in cluster if int(s.cli("cluster", "countkeysinslot", slot)) == 1)
     target = next(s for s in cluster if s is not source)
     source_id, target_id = source.cli("cluster", "myid"), target.cli("cluster", "myid")
+
+    def end():
+        for server in (target, source):
+            server.cli("cluster", "setslot", slot, "node", target_id)
+
     target.cli("cluster", "setslot", slot, "importing", source_id)
     source.cli("cluster", "setslot", slot, "migrating", target_id)
     source.cli("migrate", "127.0.0.1", str(target.port), name, "0", "5000")
-    try:
-        assert await backend.read(keys, slots(1)) == [True]
-        assert backend.counters()["refused_ask"] == 1
-    finally:
-        for server in (target, source):
-            server.cli("cluster", "setslot", slot, "node", target_id)
+    yield backend, keys, end
+    end()
+
+
+async def test_a_slot_that_moves_is_followed(moving):
+    """ASK while it moves, MOVED afterwards: both lead to the chunk at once."""
+    backend, keys, end = moving
+    assert await backend.read(keys, slots(1)) == [True]
+    assert backend.counters()["refused_ask"] == 1
+    end()
     assert await backend.read(keys, slots(1)) == [True]
     assert backend.counters()["refused_moved"] == 1
     assert await backend.read(keys, slots(1)) == [True]
     assert backend.counters()["refused_moved"] == 1  # the table was corrected
+
+
+async def test_lookups_and_removals_follow_a_slot_that_moves(moving):
+    backend, keys, end = moving
+    assert await backend.contains(keys) == [True]
+    assert await backend.write(keys, filled(keys)) == [WriteResult.PRESENT]
+    await backend.remove(keys)
+    assert await backend.read(keys, slots(1)) == [False]
+    assert (await backend.write(keys, filled(keys)))[0] is True
+    end()
+    assert await backend.contains(keys) == [True]
+    assert backend.counters()["refused_moved"] == 1
 
 
 async def test_a_server_whose_address_the_cluster_lost_hides_none_of_the_others(tmp_path, opened):
