@@ -29,7 +29,7 @@ from kvoffload.backends.admin import (
 from kvoffload.backends.base import MOST_DESCRIBED, Described, Usage
 from kvoffload.backends.header import COMPACT_BYTES, parse_header
 from kvoffload.backends.redis.connection import Address, Connection, Lost
-from kvoffload.backends.redis.discovery import masters
+from kvoffload.backends.redis.discovery import REDIRECTS, Slots, find_slots, masters
 from kvoffload.backends.redis.handshake import CommandRefused, connected, expect, info_of
 from kvoffload.backends.redis.namespace_info import (
     PREFIX,
@@ -69,6 +69,10 @@ _FEW = 100
 _PAUSE_S = 0.001
 _NO_EXPIRY = -1
 """A server's answer for a value without a time to live."""
+_MOVING = (
+    "chunks move to other servers of the cluster meanwhile, so some may be left; run it again when "
+    "that has ended (redis-cli --cluster check)"
+)
 T = TypeVar("T")
 
 
@@ -100,9 +104,21 @@ class Operator(Command):
                 self.pause()
                 yield connection
         except (Lost, CommandRefused) as error:
-            raise ConnectionError(f"{address}: {error}") from error
+            said = _MOVING if getattr(error, "code", "") in REDIRECTS else str(error)
+            raise ConnectionError(f"{address}: {said}") from error
         except OSError as error:
             raise ConnectionError(f"connecting to {address}: {error}") from error
+
+    @contextlib.contextmanager
+    def whole(self) -> Iterator[None]:
+        """Raise OSError if slots moved in a scan: chunks of them may have gone round it."""
+        before = self._slots()
+        yield
+        if self._slots() != before:
+            raise ConnectionError(_MOVING)
+
+    def _slots(self) -> Slots:
+        return find_slots(self.access, self.access.target.addresses, whole=True)
 
     def scan(
         self,
@@ -226,8 +242,8 @@ def _held(operator: Operator) -> list[Holding]:
             strict=True,
         ):
             namespace = namespace_of(name)
-            latest_ms[namespace] = max(latest_ms.get(namespace, 0), left_ms)
             if size is not None:
+                latest_ms[namespace] = max(latest_ms.get(namespace, 0), left_ms)
                 chunks[namespace] += 1
                 sizes[namespace] += size
         if len(latest_ms) + len(facts) > _MOST_NAMESPACES:
@@ -248,8 +264,9 @@ def _purge(operator: Operator, namespaces: Sequence[str]) -> int:
     def remove(connection: Connection, names: list[bytes]) -> None:
         removed["values"] += sum(each or 0 for each in _of_each(connection, b"UNLINK", names))
 
-    for namespace in namespaces:
-        operator.scan(namespace_prefix(namespace), remove, only_ours=False)
+    with operator.whole():
+        for namespace in namespaces:
+            operator.scan(namespace_prefix(namespace), remove, only_ours=False)
     return removed["values"]
 
 
@@ -280,7 +297,8 @@ def _collect(operator: Operator, wanted: Garbage, tenant: bytes | None = None) -
         gone = [size or 0 for size, each in zip(sizes, removed, strict=True) if each]
         total.update(chunks=len(gone), bytes=sum(gone), unsure=verdicts.count(None))
 
-    operator.scan(front, remove)
+    with operator.whole():
+        operator.scan(front, remove)
     chunks, stored_bytes, unsure = total["chunks"], total["bytes"], total["unsure"]
     if tenant is not None:
         return Collected.of_chunks(chunks, stored_bytes, wanted, unknown=unsure)
@@ -375,7 +393,8 @@ def _verify_one(
     """Check one value; return the seconds to wait before the next one."""
     (answer,) = connection.ask_all([encode(b"GET", value.name)], connection.reader.value)
     _refuse(b"GET", answer)
-    reason, read_bytes = "missing" if answer is None else "corrupt_type", 0
+    is_other = isinstance(answer, ServerError) and answer.code == "WRONGTYPE"
+    reason, read_bytes = "corrupt_type" if is_other else "missing", 0
     if isinstance(answer, memoryview):
         reason, read_bytes = check.fault(value.name, answer) or "", answer.nbytes
 
@@ -409,7 +428,7 @@ def _expiries(connection: Connection, names: Sequence[bytes]) -> list[float]:
 
 
 def _of_each(connection: Connection, command: bytes, names: Sequence[bytes]) -> list[int | None]:
-    """Send the same command for each name; None for a name that holds no string."""
+    """Send the same command for each name; None for one that holds no string, or is elsewhere."""
     if not names:
         return []
     commands = b"".join([encode(command, name) for name in names])
@@ -420,8 +439,12 @@ def _of_each(connection: Connection, command: bytes, names: Sequence[bytes]) -> 
 
 
 def _refuse(command: bytes, reply: object) -> None:
-    """Raise OSError for an error; not if a name holds no string, which this backend never wrote."""
-    if isinstance(reply, ServerError) and reply.code != "WRONGTYPE":
+    """Raise OSError for an error, but not if a name holds no string: this backend never wrote it.
+
+    What is read of a name whose slot moves to another server is nothing; a removal must not fail.
+    """
+    passed = {"WRONGTYPE"} if command == b"UNLINK" else {"WRONGTYPE"} | REDIRECTS
+    if isinstance(reply, ServerError) and reply.code not in passed:
         raise CommandRefused(command.decode(), reply)
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 
 from kvoffload.backends.header import COMPACT_BYTES, OTHER_VERSION, counted_as, parse_header
 from kvoffload.backends.redis.connection import Connection, Lost
+from kvoffload.backends.redis.discovery import REDIRECTS
 from kvoffload.backends.redis.node import Node
 from kvoffload.backends.redis.resp import MAX_VALUE_BYTES, Filled, ServerError, encode
 from kvoffload.backends.redis.sealer import Sealer
@@ -166,7 +167,7 @@ class ChunkIO:
 
     def _redirect(self, error: ServerError) -> tuple[Node, bool] | None:
         """Return where an error leads, and whether ASKING goes first; None: nowhere."""
-        return self._topology.redirect(error) if error.code in ("MOVED", "ASK") else None
+        return self._topology.redirect(error) if error.code in REDIRECTS else None
 
     def _name(self, tag: bytes) -> bytes:
         return b"%b{%b}" % (self._prefix, tag)

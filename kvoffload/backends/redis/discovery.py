@@ -27,6 +27,8 @@ _SHOWN_SERVICES = 5
 _SHOWN_SERVERS = 5
 T = TypeVar("T")
 
+REDIRECTS = frozenset({"MOVED", "ASK"})
+"""Errors that name another server of a cluster."""
 Slots = list[tuple[int, int, Address]]
 """Rows of a slot table: first slot, last slot, master."""
 

@@ -3,6 +3,7 @@
 import pytest
 
 from kvoffload import open_backend
+from kvoffload.testing.backends import filled, keys_of
 from tests.support.redis_engine import PATIENT
 from tests.support.redis_server import RedisServer, redis_cluster
 
@@ -51,6 +52,28 @@ async def opened():
     yield opened
     for backend in backends:
         await backend.close()
+
+
+@pytest.fixture
+async def moving(cluster, opened):
+    """A tier with one chunk, whose slot is on its way to another server; what ends the way."""
+    backend, keys = opened(f"redis+cluster://127.0.0.1:{cluster[0].port}", "moving"), keys_of(1)
+    await backend.write(keys, filled(keys))
+    name = f"kvoffload:moving:xxh3:{{{keys[0].hex()}}}"
+    slot = cluster[0].cli("cluster", "keyslot", name)
+    source = next(s for s in cluster if int(s.cli("cluster", "countkeysinslot", slot)) == 1)
+    target = next(s for s in cluster if s is not source)
+    source_id, target_id = source.cli("cluster", "myid"), target.cli("cluster", "myid")
+
+    def end():
+        for server in (target, source):
+            server.cli("cluster", "setslot", slot, "node", target_id)
+
+    target.cli("cluster", "setslot", slot, "importing", source_id)
+    source.cli("cluster", "setslot", slot, "migrating", target_id)
+    source.cli("migrate", "127.0.0.1", str(target.port), name, "0", "5000")
+    yield backend, keys, end
+    end()
 
 
 @pytest.fixture

@@ -7,7 +7,8 @@ import pytest
 from disk_commands import kvoffload
 
 from kvoffload import open_backend
-from kvoffload.backends.admin import COMMANDS
+from kvoffload.backends.admin import COMMANDS, Garbage
+from kvoffload.backends.redis.admin import Operator
 from kvoffload.testing.backends import CHUNK_BYTES, keys_of
 from tests.support.redis_engine import PATIENT, store
 from tests.support.redis_server import BINARY, MISSING, RedisServer, free_port
@@ -42,6 +43,29 @@ async def test_a_whole_cluster_is_surveyed_and_purged(cluster, opened):
     assert not any(finding.verdict == "failed" for finding in findings), findings
     assert await backend.purge(["spread"]) == 30
     assert (await backend.survey()).held == []
+
+
+async def test_a_slot_between_two_servers_ends_no_survey_and_no_purge_of_it_is_called_whole(moving):
+    backend, _, end = moving
+    assert [holding.expires_s for holding in (await backend.survey()).held] == []
+    with pytest.raises(OSError, match="run it again"):
+        await backend.purge(["moving"])
+    end()
+    assert await backend.purge(["moving"]) == 1
+
+
+@pytest.mark.parametrize(
+    "wanted", [None, Garbage(unused_s=0.0), Garbage(unused_s=0.0, dry_run=True)]
+)
+async def test_a_removal_while_chunks_change_servers_is_not_called_whole(
+    moving, monkeypatch, wanted
+):
+    backend, _, end = moving
+    monkeypatch.setattr(Operator, "pause", lambda operator, seconds=0.0: end())
+    with pytest.raises(OSError, match="run it again"):
+        await (backend.collect(wanted) if wanted else backend.purge(["moving"]))
+    is_left = wanted is not None and wanted.dry_run
+    assert await backend.purge(["moving"]) == is_left
 
 
 async def test_a_server_that_left_the_cluster_hides_no_chunk_from_an_operator(

@@ -246,28 +246,6 @@ async def test_in_a_cluster_a_user_with_few_rights_suffices(cluster, login):
     assert await stores_and_loads(options, "rights", count=16)
 
 
-@pytest.fixture
-async def moving(cluster, opened):
-    """A tier with one chunk, whose slot is on its way to another server; what ends the way."""
-    backend, keys = opened(f"redis+cluster://127.0.0.1:{cluster[0].port}", "moving"), keys_of(1)
-    await backend.write(keys, filled(keys))
-    name = f"kvoffload:moving:xxh3:{{{keys[0].hex()}}}"
-    slot = cluster[0].cli("cluster", "keyslot", name)
-    source = next(s for s in cluster if int(s.cli("cluster", "countkeysinslot", slot)) == 1)
-    target = next(s for s in cluster if s is not source)
-    source_id, target_id = source.cli("cluster", "myid"), target.cli("cluster", "myid")
-
-    def end():
-        for server in (target, source):
-            server.cli("cluster", "setslot", slot, "node", target_id)
-
-    target.cli("cluster", "setslot", slot, "importing", source_id)
-    source.cli("cluster", "setslot", slot, "migrating", target_id)
-    source.cli("migrate", "127.0.0.1", str(target.port), name, "0", "5000")
-    yield backend, keys, end
-    end()
-
-
 async def test_a_slot_that_moves_is_followed(moving):
     """ASK while it moves, MOVED afterwards: both lead to the chunk at once."""
     backend, keys, end = moving

@@ -92,6 +92,12 @@ async def test_a_whole_cluster_is_verified(cluster):
     assert f"127.0.0.1:{cluster[1].port}" in found["damaged"][0]["path"]
 
 
+async def test_a_chunk_that_moves_to_another_server_is_no_damage(moving, cluster):
+    url = f"redis+cluster://127.0.0.1:{cluster[0].port}"
+    found = answered("verify", url, "--repair")
+    assert (found["chunks"], found["of_chunks"], found["damaged"]) == (0, 1, [])
+
+
 def test_a_server_that_is_away_is_a_sentence(empty):
     away = kvoffload("verify", "redis://127.0.0.1:1")
     assert (away.returncode, away.stderr.startswith("kvoffload: ")) == (1, True), away.stderr
