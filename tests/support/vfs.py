@@ -72,7 +72,7 @@ class HookedVfs(Vfs):
 
 OF_DESCRIPTORS = (
     "fstat", "preadv", "pwritev", "is_cached", "punch", "read_cached", "start_writeback",
-    "bypass_cache", "fsync", "lock_part", "flock",
+    "bypass_cache", "fsync", "set_length", "lock_part", "flock",
 )  # fmt: skip
 OF_PATHS = ("lstat", "unlink", "mkdir", "rmdir", "listdir", "statvfs", "utime")
 """Calls that are hooked by their names alone; the first argument is a descriptor, or the path."""

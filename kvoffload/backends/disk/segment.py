@@ -36,6 +36,7 @@ _LENGTH_AT, _KEY_AT = 16, 17
 _NO_FILE = (errno.EISDIR, errno.ELOOP, errno.ESPIPE, errno.ENXIO, errno.ENODEV)
 """What opening or reading something else in place of a file fails with."""
 _CLOCK_STEP_NS = 1_000_000_000
+_GROWTH_BYTES = 64 << 20
 _LEAST_TAKEN, _TAKEN_SHARE = 64, 8
 _WORDS = ENTRY_BYTES // 8
 _COMPARED_BYTES = 64 * ENTRY_BYTES
@@ -117,6 +118,8 @@ class Segment:
         """Slots taken since this process read the table last."""
         self.unwritten_bytes = 0
         """Bytes since the kernel was last told to write them."""
+        self.file_bytes = 0
+        """The length that this process gave the file of slots."""
         self._mtime_ns = -1
         self._locked = locked
         """The table as it is open for its lock alone; None: it is not locked."""
@@ -160,6 +163,17 @@ class Segment:
         """Remove both files, of a segment without chunks that the caller has locked."""
         self.vfs.unlink_quietly(self.stem + SLOTS)
         self.vfs.unlink(self.stem + TABLE)
+
+    def lengthen(self, slots: int) -> None:
+        """Make the file of all slots long enough for so many, and some more; raises OSError.
+
+        XFS gives a file that grows by writing as much room again, 8 GiB at most. The quota does not
+        count that room.
+        """
+        file = self.slots(direct=False)
+        end = -(-slots * self.slot_bytes // _GROWTH_BYTES) * _GROWTH_BYTES
+        self.vfs.set_length(file.fd, end)
+        self.file_bytes = end
 
     # ---- one slot --------------------------------------------------------------------------
 

@@ -90,6 +90,8 @@ class Segments(Places):
                 for slot in slots:
                     segment.set_entry(slot, WRITING)
                 if new:
+                    if new.stop * slot_bytes > segment.file_bytes:
+                        segment.lengthen(new.stop)
                     segment.set_entry(end, WRITING * len(new))
             except BaseException:
                 segment.free += reversed(slots)

@@ -26,6 +26,7 @@ class Vfs:
     fstat = staticmethod(os.fstat)
     preadv = staticmethod(os.preadv)
     pwritev = staticmethod(os.pwritev)
+    set_length = staticmethod(os.ftruncate)
     fsync = staticmethod(os.fsync)
     is_cached = staticmethod(file_calls.is_cached)
     open_cached = staticmethod(file_calls.open_cached)

@@ -3,8 +3,6 @@
 import asyncio
 import errno
 import os
-import shutil
-import subprocess
 import threading
 
 import pytest
@@ -17,6 +15,7 @@ from kvoffload.config import ByteSize
 from kvoffload.errors import ConfigError
 from kvoffload.policies.handicap import HandicapPolicy
 from kvoffload.testing.backends import filled, keys_of, slots
+from tests.support.small_disk import disk_in_a_file, run_as_root
 from tests.support.small_disk import small_disk as mounted_small
 from tests.support.vfs import FailingVfs, HookedVfs
 
@@ -273,23 +272,10 @@ async def test_folders_and_files_are_for_the_owner_alone(tmp_path):
             assert os.lstat(f"{folder}/{name}").st_mode & 0o777 == 0o600
 
 
-def run_as_root(*command):
-    is_there = not os.geteuid() and shutil.which(command[0])  # without /sbin in the path it is not
-    if not is_there or subprocess.run(command, check=False, capture_output=True).returncode:
-        pytest.skip(f"needs root and a kernel that lets it: {' '.join(command)}")
-
-
 @pytest.fixture
 def ext4(tmp_path):
-    """A file system of its own, in a file."""
-    image, where = tmp_path / "image", tmp_path / "ext4"
-    where.mkdir()
-    image.touch()
-    os.truncate(image, 32 << 20)
-    run_as_root("mkfs.ext4", "-q", str(image))
-    run_as_root("mount", "-o", "loop", str(image), str(where))
-    yield where
-    subprocess.run(["umount", "-l", str(where)], check=True)
+    with disk_in_a_file(tmp_path, "ext4", 32 << 20) as where:
+        yield where
 
 
 async def test_a_file_system_that_the_kernel_made_read_only_still_serves(ext4):

@@ -35,6 +35,7 @@ from kvoffload.testing.backends import filled, keys_of, slots
 from tests.support.disk_chunks import stored_in
 from tests.support.file_faults import overwrite
 from tests.support.older_engine import older_engine
+from tests.support.small_disk import disk_in_a_file
 from tests.support.vfs import BesideVfs, FailingVfs, kind_of
 
 STATE_AT = 16
@@ -83,6 +84,25 @@ async def test_an_evicted_chunk_is_overwritten_in_its_slot(tmp_path):
     assert slot_blocks(tmp_path) == backend.usage().resident_bytes == 0
     await backend.close()
     assert tables(tmp_path) == []
+
+
+async def test_xfs_gives_slots_no_more_room_than_is_counted(tmp_path):
+    """A file that grows by writing gets as much again as it has, and 8 GiB at most."""
+    with disk_in_a_file(tmp_path, "xfs", 512 << 20) as where:
+        backend = open_segments(where / "kv", io="buffered")
+        assert all(await write_each(backend, keys_of(24)))
+        assert slot_blocks(where / "kv") == backend.usage().resident_bytes == 24 * ON_DISK
+        await backend.close()
+
+
+async def test_a_file_of_slots_is_long_enough_before_it_is_written(tmp_path):
+    keys, vfs = keys_of(3), FailingVfs(1, errno.EFBIG, when=lambda call, path: call == "set_length")
+    backend = open_segments(tmp_path, vfs=vfs)
+    assert await write_each(backend, keys) == [False, True, True]
+    assert (await load(backend, keys)) == [False, True, True]
+    (table,) = tables(tmp_path)
+    assert (table.with_suffix(".slots").stat().st_size, vfs.calls) == (64 << 20, 2)
+    await backend.close()
 
 
 async def test_what_has_no_slot_has_a_file(tmp_path):
