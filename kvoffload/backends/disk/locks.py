@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from kvoffload.backends.disk.chunk_file import continued
 from kvoffload.backends.disk.paths import OWNER, WRITERS
 from kvoffload.backends.disk.vfs import Vfs
 
@@ -28,6 +29,8 @@ _NEW_S = 60
 """Longer than any process takes from making its folder to locking it."""
 LOCK_WAIT_S, _PAUSE_S = 0.1, 0.001
 _RECORD = struct.Struct("<8sQ")
+_NO_WRITER = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)
+"""It has ended, or the name is not a folder."""
 _KNOWS_SLOTS = b"slots\n"
 """In the lock file of each writer that counts chunks in slots, with its bytes in flight; 0.1 leaves
 the file empty."""
@@ -103,7 +106,10 @@ class WriterLock:
         with self._telling:  # a thread of a store that was closed may come late
             if self._fd is None or self._told_bytes // 2 < allocated_bytes <= self._told_bytes:
                 return
-            self._vfs.pwritev(self._fd, [_RECORD.pack(_KNOWS_SLOTS, allocated_bytes)], 0)
+            self._told_bytes = 0  # a write that is torn tells any number
+            record = memoryview(_RECORD.pack(_KNOWS_SLOTS, allocated_bytes))
+            if continued(self._vfs.pwritev, self._fd, [record], 0) != len(record):
+                raise OSError(errno.EIO, os.strerror(errno.EIO), self.folder)
             self._told_bytes = allocated_bytes
 
     def temporary(self, *, counted: bool = True) -> str:
@@ -229,15 +235,22 @@ def bytes_in_flight(vfs: Vfs, root: str, own: str) -> int:
     """Return the bytes of chunks that other writers have reserved, or are removing.
 
     A writer of 0.1, and a dead one that evicted, told nothing: their files tell.
+
+    Raises:
+        OSError: a writer cannot be asked, and may move any number.
     """
     total = 0
     for folder in _folders(vfs, root, own):
-        with contextlib.suppress(OSError):
+        try:
             files = vfs.listfacts(folder)
             there = sum(facts.st_blocks * 512 for name, facts in files if name.isdigit())
             record = vfs.read_file(f"{folder}/{_LOCK}", _RECORD.size)
-            told = _RECORD.unpack(record)[1] if len(record) == _RECORD.size else 0
-            total += max(told, there)
+        except OSError as error:
+            if error.errno not in _NO_WRITER:
+                raise
+            continue
+        told = _RECORD.unpack(record)[1] if len(record) == _RECORD.size else 0
+        total += max(told, there)
     return total
 
 

@@ -106,10 +106,14 @@ class Space:
     def _reserve(self, chunk_bytes: int, count: int) -> list[Room]:
         """Reserve for all of these chunks, or for none."""
         allocated_bytes = bytes_on_disk(chunk_bytes)
-        self.add_in_flight(count * allocated_bytes)
+        untold = self.add_in_flight(count * allocated_bytes)
         spares: list[Draft] = []
         granted = False
         try:
+            if untold is not None:
+                if count == 1:
+                    self._refused(untold)
+                return []
             if not self._has_free():
                 if count == 1:
                     self._store.count("refused_min_free")
@@ -201,14 +205,15 @@ class Space:
         if reason == "io_EROFS" and time.monotonic() >= self._paused_until:
             self.write_failed(reason)
 
-    def add_in_flight(self, allocated_bytes: int) -> None:
+    def add_in_flight(self, allocated_bytes: int) -> OSError | None:
         """Count bytes of chunks that a write or removal is moving: a scan may not see them right.
 
-        It begins before quota or folder change, and ends after both have.
+        It begins before quota or folder change, and ends after both have. Returns why another
+        process that corrects the quota could not be told.
         """
         with self._lock:
             self.in_flight_bytes += allocated_bytes
-            self._tell_in_flight()
+            return self._tell_in_flight()
 
     def end_evicting(self) -> None:
         """Give up the right to evict, and with it the one to correct the quota."""
@@ -217,10 +222,13 @@ class Space:
             self._tell_in_flight()
         self._root.evictor.end()
 
-    def _tell_in_flight(self) -> None:
+    def _tell_in_flight(self) -> OSError | None:
         if self._tells_in_flight or not self._root.evictor.held:
-            with contextlib.suppress(OSError):
+            try:
                 self._root.writer.tell_in_flight(self.in_flight_bytes)
+            except OSError as error:
+                return error
+        return None
 
     def _is_evictor(self) -> bool:
         # Before, the index is not complete enough to choose victims from.

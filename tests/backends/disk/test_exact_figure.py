@@ -11,7 +11,7 @@ from kvoffload.backends.disk.index import name_of
 from kvoffload.backends.disk.scanner import Scanner
 from kvoffload.testing import payload_of
 from kvoffload.testing.backends import keys_of
-from tests.support.vfs import BesideVfs
+from tests.support.vfs import BesideVfs, kind_of
 
 REMOVED = {
     "files": ["unlink:chunk:after"],
@@ -81,6 +81,46 @@ def test_a_scan_while_another_process_has_reserved(tmp_path, form, pair):
     put(other, two)
     assert not other.vfs.acts
     assert evicting.root.quota.refresh() == chunk_bytes(tmp_path) == 2 * ON_DISK
+
+
+def test_a_scan_that_cannot_read_what_another_process_has_reserved(tmp_path, form, pair):
+    evicting, other = pair
+    one, two = keys_of(2)
+    put(other, one)
+
+    def fail():
+        evicting.vfs.on("open:lock:before", fail)
+        raise OSError(errno.EIO, "not now")
+
+    def look():
+        evicting.vfs.on("open:lock:before", fail)
+        scan(evicting)
+        evicting.vfs.acts.clear()
+
+    other.vfs.on(PLACE[form], look)
+    put(other, two)
+    assert evicting.root.quota.refresh() == chunk_bytes(tmp_path) == 2 * ON_DISK
+
+
+def test_a_process_that_cannot_tell_what_it_reserves_stores_nothing(tmp_path, form, pair):
+    evicting, other = pair
+    one, two = keys_of(2)
+    put(other, one)
+    write = other.vfs.pwritev
+
+    def tear(fd, buffers, offset):
+        if kind_of(other.vfs._paths[fd]) != "lock":
+            return write(fd, buffers, offset)
+        write(fd, [b"".join(buffers)[:3]], offset)
+        raise OSError(errno.EIO, "not now")
+
+    other.vfs.pwritev = tear
+    other.vfs.on(PLACE[form], lambda: scan(evicting))
+    is_stored = other.store(two, memoryview(bytearray(payload_of(two, SIZE))))
+    assert evicting.root.quota.refresh() == chunk_bytes(tmp_path)
+    assert not is_stored
+    assert not other.space.in_flight_bytes
+    assert other.counters()["write_io_EIO"] == 1
 
 
 def test_a_store_that_reserves_as_a_scan_begins_and_ends_before_it(tmp_path, form, pair):
