@@ -55,6 +55,8 @@ KINDS = {
     "whole pages": Kind((FULL,), ((4096,),), has_config=False),
     "whole pages of two sizes": Kind((FULL, FULL), ((4096,), (8192, 4096))),
     "slots and files": Kind((FULL, FULL), ((4096,), (65536, 8192))),
+    # Chunks of 1 MiB, which have slots, and longer ones, which have files.
+    "about 1 MiB": Kind((FULL, FULL), ((1 << 18,), (1 << 18, 4096))),
 }
 
 

@@ -6,6 +6,7 @@ from collections import Counter, OrderedDict
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count, groupby
+from pathlib import Path
 
 from kvoffload.connectors.local import LocalConnector
 from tests.support.random_model.cache import UNIT
@@ -17,6 +18,8 @@ TTL_S = 4.0
 MOST_GROWTH = 2
 """By how much a start may multiply the first capacity of a tier."""
 VOCABULARY = 50
+PLAIN = ".plain"
+"""A file of that name beside the keys of a tier: some start did not encrypt."""
 MODELS = ("random", "other")
 
 
@@ -58,6 +61,8 @@ def others(draw, tiers):
             tier["tenant_share"] = draw.choice((0.4, 1.0))
         if tier["type"] == "rough":
             tier |= rough(draw)
+        if "encryption" in tier and draw.random() < 0.3:
+            Path(tier.pop("encryption")["key_file"]).with_suffix(PLAIN).touch()
     return changed
 
 
@@ -413,6 +418,11 @@ class ModelEngine:
         if not self._free and self._cached:
             self._drop_cached(1)
         return self._free.pop(0 if self.draw.random() < 0.3 else -1) if self._free else None
+
+    def forget_kept(self):
+        """Let the next requests load what they read from tiers."""
+        self._drop_cached(len(self._cached))
+        self.connector._manager.reset_cache()
 
     def _drop_cached(self, count):
         for _ in range(count):

@@ -15,6 +15,7 @@ import redis
 
 from kvoffload.connectors.control_server import _Order
 from tests.support import file_faults
+from tests.support.disk_chunks import stored_in
 from tests.support.host_server import ClientProcess
 from tests.support.random_model.engine import others
 
@@ -79,8 +80,8 @@ class Faults:
             kinds += [self.kill_host, self.stop_host, self.reload_host, self.join]
             weights += [3, 2, 1, 2]
         if self._pages is not None:
-            kinds += [self._pages.update_weights, self.restart_pages]
-            weights += [2, 0.5]
+            kinds += [self._pages.update_weights, self.clear_pages, self.restart_pages]
+            weights += [2, 1, 0.5]
         for fault in self._draw.choices(kinds, weights, k=self._draw.choice((1, 1, 2, 4))):
             self.log.append(fault.__name__)
             self._engine = self._draw.choice(self._engines)
@@ -145,23 +146,33 @@ class Faults:
         self._heal_at_s = time.monotonic() + draw.uniform(0.1, 1.0)
 
     def damage(self):
-        """Turn a bit of some chunks and tables of slots, cut chunks off, or exchange them."""
-        self.are_files_touched = True
-        self._damage_slots()
-        if self._roots and self._draw.random() < 0.2:
-            file_faults.swap(self._some_chunks(4, [self._draw.choice(self._roots)]))
-        for path in self._some_chunks(4):
-            with contextlib.suppress(OSError):
-                size = path.stat().st_size
-                if not size or self._draw.random() < 0.3:
-                    file_faults.cut(path)
-                else:
-                    file_faults.flip(path, self._draw.randrange(size))
+        """Turn a bit of many chunks and of tables of slots, cut chunks off, or exchange them.
 
-    def _damage_slots(self):
-        files = [path for root in self._roots for path in _files(root)]
-        slots = [path for path in files if path.suffix in (".slots", ".table")]
-        for path in self._draw.sample(slots, min(2, len(slots))):
+        The next requests load what is damaged, not what memory has.
+        """
+        self.are_files_touched = True
+        self._damage_tables()
+        share = self._draw.choice((0.1, 0.5, 1.0))
+        for root in self._roots:
+            chunks = [chunk for chunk in stored_in(root) if self._draw.random() < share]
+            if self._draw.random() < 0.3:
+                _exchange(chunks)
+                continue
+            for chunk in chunks:
+                with contextlib.suppress(OSError, ValueError):  # it is gone, or was cut to nothing
+                    if self._draw.random() < 0.2:
+                        chunk.cut(self._draw.randrange(chunk.allocated_bytes))
+                    else:  # of the header, which ends with its seal, or of what follows it
+                        chunk.flip(self._draw.choice((16, 150, 4095, -1, -200)))
+        for path in self._some_chunks(4):  # those of other tiers, too
+            with contextlib.suppress(OSError):
+                file_faults.flip(path, self._draw.randrange(path.stat().st_size or 1))
+        for engine in self._engines:
+            engine.forget_kept()
+
+    def _damage_tables(self):
+        files = [path for root in self._roots for path in _files(root) if path.suffix == ".table"]
+        for path in self._draw.sample(files, min(2, len(files))):
             with contextlib.suppress(FileNotFoundError):
                 most = min(path.stat().st_size, 1 << 16)  # the first slots are in use, if any are
                 file_faults.flip(path, self._draw.randrange(most or 1), self._draw.randrange(8))
@@ -316,7 +327,7 @@ class Faults:
         if self._cure is not None:
             return
         with self._client() as client:
-            for _ in range(4):
+            for _ in range(self._draw.choice((4, client.dbsize()))):
                 key, other = client.randomkey(), client.randomkey()
                 if key is None or client.type(key) != b"string":
                     return
@@ -394,6 +405,10 @@ class Faults:
             self.heal()
         self._engine.restart(self._draw.choice((0.0, 0.5, 3.0)), self.heal)
 
+    def clear_pages(self):
+        self.heal()
+        self._pages.clear()
+
     def restart_pages(self):
         self.heal()
         self._pages.restart()
@@ -425,7 +440,8 @@ class Faults:
         pids = self._pids() if self._host is None else [self._host.process.pid]
         for pid in pids:
             with contextlib.suppress(ProcessLookupError, FileNotFoundError):
-                highest = max(map(int, os.listdir(f"/proc/{pid}/fd")))
+                # One that has just ended has none.
+                highest = max(map(int, os.listdir(f"/proc/{pid}/fd")), default=0)
                 most, limits = highest + self._draw.choice((1, 4)), resource.RLIMIT_NOFILE
                 before = resource.prlimit(pid, limits)
                 resource.prlimit(pid, limits, (min(most, before[0]), before[1]))
@@ -452,6 +468,16 @@ class Faults:
         """The I/O process, if it is one and runs."""
         client = self._io()
         return [client._peer.pid] if client._link.is_up and hasattr(client._peer, "pid") else []
+
+
+def _exchange(chunks):
+    """Put chunks in the places of others: of the same key in another namespace, if there is one."""
+    for one, other in zip(chunks[::2], chunks[1::2], strict=False):
+        with contextlib.suppress(OSError):
+            contents = one.content(), other.content()
+            if len(contents[0]) == len(contents[1]):
+                one.overwrite(0, contents[1])
+                other.overwrite(0, contents[0])
 
 
 def new_key(draw):

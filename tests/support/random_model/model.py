@@ -30,6 +30,7 @@ from tests.support.random_model.cache import KINDS, Memory
 from tests.support.random_model.engine import (
     MODELS,
     MOST_GROWTH,
+    PLAIN,
     VOCABULARY,
     ModelEngine,
     changeable,
@@ -45,6 +46,8 @@ REST_EVERY_S = 2.0
 LONGER_S = 120.0
 STORES_S = sums.REST_S + LEASE_S + DEAD_S
 """A killed process of a folder keeps its lease for a while, and what it may have stored."""
+MOST_BYTES = 256 << 20
+"""Of a tier."""
 REDIS_BYTES = 2 << 20
 """What a server takes for itself."""
 RETURNS = (
@@ -83,7 +86,7 @@ class Model:
         self.engine = ModelEngine(draw, self.memory, self.settings)
         """The one that the model looks at."""
         self.engines = [self.engine, *self._others()]
-        self.pages = PageEngine(draw, self.settings) if draw.random() < 0.4 else None
+        self.pages = PageEngine(draw, self.settings, self.kind) if draw.random() < 0.5 else None
         struck = self.engines, self.control, self.roots, self.server, self.host, self.pages
         self.faults = Faults(draw, *struck)
         self.faults.key_files += self.key_files
@@ -147,9 +150,12 @@ class Model:
         draw, tiers = self.draw, []
         names = ("memory", "rough", "hostile", "shy", "folder")
         names += ("redis",) if redis_server.BINARY else ()
-        for name in draw.sample(names, draw.choice((1, 2, 2, 3))):
+        chosen = draw.sample(names, draw.choice((1, 2, 2, 3)))
+        if "rough" not in chosen and draw.random() < 0.4:  # engines of pages read it in place
+            chosen[-1] = "rough"
+        for name in chosen:
             root = folder / name
-            num_chunks = draw.choice((20, 60, 200, 600))
+            num_chunks = min(draw.choice((20, 60, 200, 600)), MOST_BYTES // chunk_bytes)
             tier = {"type": name}
             if name == "memory":
                 tier["capacity"] = num_chunks * chunk_bytes
@@ -248,7 +254,7 @@ class Model:
         for prompt in prompts * self.engine.settings["store_threshold"]:
             self.engine.add(prompt)
             self._finish_all()
-        self._forget_prompts()
+        self.engine.forget_kept()
         self.control.set(hung=1 + hostile.HANGS.index(hung))
         self._add(prompts)
         self._serve_until(time.monotonic() + 0.7)
@@ -280,7 +286,7 @@ class Model:
             engine._drop_cached(len(engine._cached))
             self._add(prompts)
         self._finish_all()
-        self._forget_prompts()
+        self.engine.forget_kept()
         self._add(prompts)
         engine.step()
         if engine.loading and draw.random() < 0.5:
@@ -339,11 +345,6 @@ class Model:
             self.engine.step()
             sums.check_shares(self.engine)
             time.sleep(0.0005)
-
-    def _forget_prompts(self):
-        """Let the next requests load what they read from tiers."""
-        self.engine._drop_cached(len(self.engine._cached))
-        self.engine.connector._manager.reset_cache()
 
     def rest(self):
         """End all requests; then everything adds up, and each tier stores and loads again."""
@@ -406,7 +407,7 @@ class Model:
         self._await(lambda: tier.holds(first) is not None, "a lookup hangs")
         if not tier.holds(first):
             return False
-        self._forget_prompts()  # of host memory alone
+        self.engine.forget_kept()  # of host memory alone
         before = self.engine.counts["tokens"]
         self.engine.add(prompt)
         self._finish_all()
@@ -420,7 +421,7 @@ class Model:
         return keys[groups.offloaded[0].index]
 
     def _check_tiers(self):
-        may_shrink = {"restart", "other settings"} & {*self.faults.log}
+        may_shrink = {"restart", "restart_pages", "other settings"} & {*self.faults.log}
         within_s = sums.REST_S if may_shrink else 0.0  # one that starts with less room evicts
         for root, most in self.capacities.items():
             too_full = "the disk tier is above its capacity"
@@ -428,7 +429,8 @@ class Model:
         for root in self.roots:
             assert not (violations := sums.violations(root)), violations
         for root in self.encrypted:
-            assert not sums.plain_chunks(root), "an encrypted tier stores what can be read"
+            if not root.with_suffix(PLAIN).exists():
+                assert not sums.plain_chunks(root), "an encrypted tier stores what can be read"
         for engine in self.engines:
             tiers = engine.connector._spec.io.tiers.values()
             figures = partial("\n".join, (str(tier.usage) for tier in tiers))

@@ -4,32 +4,32 @@ Each page that a load calls loaded has the bytes that were stored under its key 
 no page is written to once the call that had it has ended. Counters say what the calls answered.
 """
 
+import contextlib
 import hashlib
 import random
 import threading
 import time
 from collections import Counter
+from functools import partial
 from itertools import count
 
 from kvoffload.config import parse_config
 from kvoffload.connectors.sglang.page_store import PageStore
+from kvoffload.errors import ConfigError
+from kvoffload.transfer.shared_memory import page_rounded
 from tests.support.host_pages import Pool
 from tests.support.random_model.cache import PERIOD
+from tests.support.random_model.engine import others
 
-PARTS = (1000, 472)
+PARTS = ((1000, 472), (4096,), (8192, 4096))
 """Bytes of the parts of a page."""
-PAGE = sum(PARTS)
+LONG_PARTS = ((1 << 19, 1 << 19), (1 << 19, (1 << 19) + 4096))
+"""Those beside chunks of about 1 MiB: the first have slots, the others files."""
 MOST = 12
 """Pages of a call."""
 PROMPTS = 8
 CALL_S = 10.0
 """How much longer than its timeout a call may take on a busy machine."""
-
-
-def content(key, generation):
-    """The bytes of a page; they have a period, as those of the other engines have."""
-    seed = hashlib.blake2b(key + str(generation).encode(), digest_size=PERIOD).digest()
-    return (seed * (PAGE // PERIOD + 1))[:PAGE]
 
 
 class PageEngine:
@@ -38,29 +38,39 @@ class PageEngine:
     Args:
         draw: the only source of chance.
         settings: of the other engines.
+        kind: of their KV cache.
     """
 
     generations = count(1)
 
-    def __init__(self, draw, settings):
+    def __init__(self, draw, settings, kind):
         self.draw = draw
+        self._parts = draw.choice(LONG_PARTS if kind == "about 1 MiB" else PARTS)
+        self._page = sum(self._parts)
         names = ("backends", "serve", "lookup_timeout_s", "load_timeout_s", "store_timeout_s", "io")
         self._settings = {name: settings[name] for name in names if name in settings}
-        if "backends" in settings:
-            self._settings["backends"] = list(settings["backends"])
-        self._settings |= {"cpu_bytes": 0, "staging_bytes": draw.choice((4, 16, 64)) * 4096}
+        self._tiers = settings.get("backends")
+        staging_bytes = draw.choice((4, 16, 64)) * page_rounded(self._page)
+        self._settings |= {"cpu_bytes": 0, "staging_bytes": staging_bytes}
         self._asks = draw.random() < 0.5
         self._calls = threading.Condition()
-        """Guards the generation, and the number of stores that run."""
-        self._storing = 0
+        """Guards the generation, and the number of stores that are about to begin."""
+        self._beginning = 0
         self._goes_on = threading.Event()
         self._threads, self.wrong = [], []
         self.counts = Counter()
         self._start()
 
     def _start(self):
+        if self._tiers:
+            self._settings["backends"] = others(self.draw, self._tiers)
+            for tier in self._settings["backends"]:
+                if tier["type"] == "rough":  # direct I/O leaves nothing to read in place
+                    tier["io"] = self.draw.choice(("direct", "buffered", "buffered"))
         self.generation, config = "plain", parse_config(self._settings)
-        self.store = PageStore(config, PAGE, {"model": "pages"}, asks=self._asks)
+        self.store = PageStore(config, self._page, {"model": "pages"}, asks=self._asks)
+        in_place = self.store._in_place
+        in_place.load = partial(self._in_place, in_place.load)
         self._seen = Counter()
 
     def close(self):
@@ -88,29 +98,34 @@ class PageEngine:
         assert not self.wrong, self.wrong
 
     def update_weights(self):
-        """Go on with other weights; loads that began before run on."""
-        self.store.bar()
-        with self._calls:  # what they store was computed before
+        """Go on with other weights; loads and stores that began before run on."""
+        with self._calls:
             self.generation = None
-            assert self._calls.wait_for(lambda: not self._storing, CALL_S), "a store of pages hangs"
+            has_begun = self._calls.wait_for(lambda: not self._beginning, CALL_S)
+            assert has_begun, "a store of pages does not begin"
+        self.store.bar()
         name = f"pages {next(self.generations)}"
         self.store.begin_generation(name)
         with self._calls:
             self.generation = name
+
+    def clear(self):
+        """Remove all pages; a tier that cannot goes on trying."""
+        with contextlib.suppress(ConfigError, OSError):
+            self.store.clear()
 
     def restart(self):
         """Begin again with the plain weights."""
         self.end()
         self.check()
         self.store.close()
-        self.draw.shuffle(self._settings.get("backends", []))
         self._start()
         self.begin()
 
     # ---- on threads of its own ----
 
     def _run(self, call):
-        draw, pool = random.Random(threading.current_thread().seed), Pool(PARTS, MOST)
+        draw, pool = random.Random(threading.current_thread().seed), self._pool()
         while self._goes_on.is_set() and not self.wrong:
             first = draw.randrange(PROMPTS)
             keys = prompt(first, draw.randint(1, MOST))
@@ -124,15 +139,15 @@ class PageEngine:
         with self._calls:
             if (generation := self.generation) is None:
                 return
-            self._storing += 1
-        try:
-            pool.put([content(key, generation) for key in keys])
-            ok = self._call(self.store.save, keys, pool)
-        finally:
-            with self._calls:
-                self._storing -= 1
-                self._calls.notify_all()
+            self._beginning += 1
+        pool.put([self._content(key, generation) for key in keys])
+        ok = self._call(self.store.save, _Keys(keys, self._begin), pool)
         self._see("stored", sum(ok))
+
+    def _begin(self):
+        with self._calls:
+            self._beginning -= 1
+            self._calls.notify_all()
 
     def _load(self, keys, pool):
         store, generation = self.store, self.generation
@@ -144,12 +159,25 @@ class PageEngine:
         after = pool.read(range(len(keys)))
         meant = {generation, self.generation}
         for key, is_loaded, data in zip(keys, ok, after, strict=True):
-            if is_loaded and data not in [content(key, each) for each in meant]:
+            if is_loaded and data not in [self._content(key, each) for each in meant]:
                 self.wrong.append(f"wrong bytes of page {key!r} of generation {meant}")
         self._see("loaded", sum(ok))
         time.sleep(0.002)
         if pool.read(range(len(keys))) != after:
             self.wrong.append("a page was written to after its load had ended")
+
+    def _in_place(self, load, *asked):
+        loaded = load(*asked)
+        self.counts["pages in place"] += len(loaded)
+        return loaded
+
+    def _pool(self):
+        return Pool(self._parts, MOST)
+
+    def _content(self, key, generation):
+        """The bytes of a page; they have a period, as those of the other engines have."""
+        seed = hashlib.blake2b(key + str(generation).encode(), digest_size=PERIOD).digest()
+        return (seed * (self._page // PERIOD + 1))[: self._page]
 
     def _call(self, call, keys, pool):
         begun_s = time.monotonic()
@@ -187,8 +215,8 @@ class PageEngine:
 
     def stores_and_loads(self):
         """Return whether a page that is stored now comes back."""
-        keys, pool = [b"rest %d" % self.draw.randrange(1 << 60)], Pool(PARTS, MOST)
-        pool.put([content(keys[0], self.generation)])
+        keys, pool = [b"rest %d" % self.draw.randrange(1 << 60)], self._pool()
+        pool.put([self._content(keys[0], self.generation)])
         self._see("stored", sum(self._call(self.store.save, keys, pool)))
         until_s = time.monotonic() + 3.0
         while not self.store.num_leading(keys):
@@ -198,10 +226,23 @@ class PageEngine:
         pool.memory[:] = bytes(len(pool.memory))
         ok = self._call(self.store.load, keys, pool)
         self._see("loaded", sum(ok))
-        assert not ok[0] or pool.read(range(1)) == [content(keys[0], self.generation)], (
+        assert not ok[0] or pool.read(range(1)) == [self._content(keys[0], self.generation)], (
             "wrong bytes"
         )
         return ok[0]
+
+
+class _Keys(list):
+    """Keys that tell when a store is asked for them: it has noted the bars of before."""
+
+    def __init__(self, keys, looked_at):
+        super().__init__(keys)
+        self._looked_at = looked_at
+
+    def __iter__(self):
+        looked_at, self._looked_at = self._looked_at, lambda: None
+        looked_at()
+        return super().__iter__()
 
 
 def prompt(first, number):
