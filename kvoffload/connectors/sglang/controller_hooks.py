@@ -27,7 +27,7 @@ def around_attach(attach: Callable[..., None], controller: Any, *args: Any, **kw
     """
     was_attached = controller.enable_storage
     if _is_ours(kwargs):
-        _check_stages()
+        _check_ranks()
     try:
         attach(controller, *args, **kwargs)
     except Exception:
@@ -47,20 +47,27 @@ def _is_ours(arguments: Mapping[str, Any]) -> bool:
     return bool(extra.get("class_name") == CLASS["class_name"])
 
 
-def _check_stages() -> None:
-    """Refuse an attach while pipeline stages serve.
+def _check_ranks() -> None:
+    """Refuse an attach while ranks serve that would wait for each other for ever.
 
-    The first stage makes groups of all ranks before it passes the call on, and waits for ever.
+    All ranks make the groups of an attach together. The first pipeline stage makes them before it
+    passes the call on. With data-parallel attention, ranks with a request reject the call, and the
+    idle ones make groups.
     """
     from sglang.srt.runtime_context import get_memory, get_parallel
 
-    is_start = get_memory().hicache_storage_backend is not None
-    if not is_start and (stages := get_parallel().pp_size) > 1:
-        remedy = (
-            "SGLang's pipeline stages would wait for each other for ever if a storage was attached "
-            "now; set --hicache-storage-backend at the start"
-        )
-        raise ConfigError("pp_size", stages, remedy)
+    parallel = get_parallel()
+    if get_memory().hicache_storage_backend is not None:  # at the start
+        return
+    remedy = (
+        "SGLang's ranks would wait for each other for ever if a storage was attached now; set "
+        "--hicache-storage-backend at the start"
+    )
+    if parallel.pp_size > 1:
+        raise ConfigError("pp_size", parallel.pp_size, remedy)
+    # A rank alone makes no group.
+    if parallel.attn_dp_size > 1 and parallel.attn_tp_size * parallel.attn_cp_size > 1:
+        raise ConfigError("attn_dp_size", parallel.attn_dp_size, remedy)
 
 
 def _have_all_attached(controller: Any, has_attached: bool) -> bool:

@@ -10,6 +10,7 @@ from tests.support.redis_server import free_port
 pytestmark = [pytest.mark.timeout(900), pytest.mark.long]
 
 BIND = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
+BIND_4 = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1|0|1"}
 
 
 def attaching(extra):
@@ -67,3 +68,13 @@ def test_pipeline_stages_attach_no_storage_while_serving(start, prompt, tiers, d
     assert engine.ask("storage", action="attach", **attaching(extra)) is False
     assert "set --hicache-storage-backend at the start" in engine.log
     assert engine.generate(asked)["tokens"] == told
+
+
+def test_ranks_of_parallel_attention_attach_no_storage_while_serving(start, tiers, disk, tmp_path):
+    """One with a request rejects the call; the idle ones would wait for it, and it for them."""
+    extra = tiers(disk(tmp_path / "kv"))
+    sizes = {"tp_size": 4, "attn_dp_size": 2}
+    engine = start("dynamic", extra, env=BIND_4, **sizes)
+    assert engine.ask("storage", action="detach") is True
+    assert engine.ask("storage", action="attach", **attaching(extra)) is False
+    assert "set --hicache-storage-backend at the start" in engine.log
