@@ -172,29 +172,28 @@ class CachedFiles:
     ) -> list[int]:
         """Fill pages with chunks; return those that are wholly cached, and whole."""
         first, count, _, offset, slot_bytes = piece
-        parts: list[list[Any]] = [
-            [(_BYTE * size).from_address(at) for at, size in page]
-            for page in pages[first : first + count]
-        ]
-        sizes = [sum(map(len, page)) for page in parts]
-        buffers, start, ends = list[Any](), 0, list[int]()
-        for i, (page, size) in enumerate(zip(parts, sizes, strict=True)):
-            ends.append(end := start + PAGE + size)
-            start = start + slot_bytes if slot_bytes else end + 1  # a file ends with its chunk
-            if not 0 <= start - end < PAGE:
+        chunks, buffers = list[tuple[memoryview, list[Any], int]](), list[Any]()
+        for i, page in enumerate(pages[first : first + count]):
+            parts = [(_BYTE * size).from_address(at) for at, size in page]
+            header, size = headers[i * PAGE : (i + 1) * PAGE], sum(map(len, parts))
+            rest = slot_bytes - PAGE - size if slot_bytes else 1  # a file ends with its chunk
+            if not 0 <= rest < PAGE:
                 return []  # the slot is for chunks of another length
-            buffers += headers[i * PAGE : (i + 1) * PAGE], *page, bytearray(start - end)
+            chunks.append((header, parts, size))
+            buffers += header, *parts
+            if rest:
+                buffers.append(bytearray(rest))
         try:
-            if fd is None or not self._vfs.is_cached(fd, ends[0], offset):
+            if fd is None or not self._vfs.is_cached(fd, PAGE + chunks[0][2], offset):
                 return []
             moved = self._vfs.read_cached(fd, buffers, offset)
         except OSError:
             return []
         loaded = []
-        for i, (page, size, end) in enumerate(zip(parts, sizes, ends, strict=True)):
-            header, key = headers[i * PAGE : (i + 1) * PAGE], keys[first + i]
-            if (moved >= end if slot_bytes else moved == end) and (
-                check_sum(header, size, checksum(*page), key, self._digest) is None
+        for i, (header, parts, size) in enumerate(chunks, first):
+            if (moved >= PAGE + size if slot_bytes else moved == PAGE + size) and (
+                check_sum(header, size, checksum(*parts), keys[i], self._digest) is None
             ):
-                loaded.append(first + i)
+                loaded.append(i)
+            moved -= slot_bytes
         return loaded
