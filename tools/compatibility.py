@@ -19,6 +19,7 @@ EQUAL = "test_vllm_outputs.py::test_outputs_are_those_of_vllm_alone"
 ROWS: dict[str, tuple[str, ...]] = {
     "full attention: outputs of vLLM alone": (f"{EQUAL}[full attention]",),
     "sliding windows: outputs of vLLM alone": (f"{EQUAL}[sliding windows]",),
+    "local attention in chunks (Llama 4): outputs of vLLM alone": (f"{EQUAL}[local attention]",),
     "layers with states (LFM2): outputs of vLLM alone": (f"{EQUAL}[states]",),
     "MLA: outputs of vLLM alone": (f"{EQUAL}[MLA]",),
     "MLA, tensor parallel 2: outputs of vLLM alone": (

@@ -1,8 +1,9 @@
 """Makes tiny models with random weights for trying vLLM out: nothing is downloaded.
 
 Run it as ``python tiny_model.py FOLDER [KIND]``. The kinds are llama, large, sliding (every other
-layer sees a window of 128 tokens) and mla (a latent cache, as DeepSeek's). In conv every other
-layer has a state, as Mamba's do; blip2 takes images.
+layer sees a window of 128 tokens), local (every other layer sees the tokens since the last multiple
+of 128, as Llama 4's) and mla (a latent cache, as DeepSeek's). In conv every other layer has a
+state, as Mamba's do; blip2 takes images.
 """
 
 import json
@@ -16,6 +17,7 @@ _SIZES: dict[str, dict[str, Any]] = {
     "llama": {"num_hidden_layers": 4, "hidden_size": 256, "intermediate_size": 512},
     "large": {"num_hidden_layers": 12, "hidden_size": 768, "intermediate_size": 2048},
     "sliding": {"num_hidden_layers": 4, "hidden_size": 256, "intermediate_size": 512},
+    "local": {"num_hidden_layers": 4, "hidden_size": 256, "intermediate_size": 512},
     "mla": {"num_hidden_layers": 2, "hidden_size": 256, "intermediate_size": 512},
     "conv": {"num_hidden_layers": 4, "hidden_size": 256, "intermediate_size": 512},
     "blip2": {"num_hidden_layers": 4, "hidden_size": 256},
@@ -54,6 +56,19 @@ def make_model(folder: Path, kind: str = "llama", max_tokens: int = 8192) -> str
             "sliding_window": 128,
             "layer_types": ["sliding_attention", "full_attention"] * 2,
             "query_pre_attn_scalar": 64,
+        }
+    if kind == "local":
+        config |= {
+            "architectures": ["Llama4ForCausalLM"],
+            "model_type": "llama4_text",
+            "attention_chunk_size": 128,
+            "layer_types": ["chunked_attention", "full_attention"] * 2,
+            "no_rope_layers": [1, 0] * 2,
+            "use_qk_norm": False,
+            "intermediate_size_mlp": 512,
+            "interleave_moe_layer_step": 0,  # no experts
+            "moe_layers": [],
+            "num_local_experts": 1,
         }
     if kind == "mla":
         config |= {

@@ -24,6 +24,7 @@ def a_case(name, kind="llama", marks=pytest.mark.long, **options):
     [
         a_case("full attention", marks=()),
         a_case("sliding windows", "sliding", marks=()),
+        a_case("local attention", "local"),
         a_case("states", "conv", max_num_seqs=1),
         a_case("MLA", "mla"),
         a_case("MLA on two ranks", "mla", ranks=2),
