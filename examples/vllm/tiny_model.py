@@ -1,9 +1,9 @@
 """Makes tiny models with random weights for trying vLLM out: nothing is downloaded.
 
 Run it as ``python tiny_model.py FOLDER [KIND]``. The kinds are llama, large, sliding (every other
-layer sees a window of 128 tokens), local (every other layer sees the tokens since the last multiple
-of 128, as Llama 4's) and mla (a latent cache, as DeepSeek's). In conv every other layer has a
-state, as Mamba's do; blip2 takes images.
+layer sees a window of 128 tokens) and mla (a latent cache, as DeepSeek's). In local, every other
+layer sees the tokens since the last multiple of 128, as Llama 4's do. In conv every other layer has
+a state, as Mamba's do; blip2 takes images.
 """
 
 import json

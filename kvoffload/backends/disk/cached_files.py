@@ -174,7 +174,7 @@ class CachedFiles:
         first, count, _, offset, slot_bytes = piece
         chunks, buffers = list[tuple[memoryview, list[Any], int]](), list[Any]()
         for i, page in enumerate(pages[first : first + count]):
-            parts = [(_BYTE * size).from_address(at) for at, size in page]
+            parts: list[Any] = [(_BYTE * size).from_address(at) for at, size in page]
             header, size = headers[i * PAGE : (i + 1) * PAGE], sum(map(len, parts))
             rest = slot_bytes - PAGE - size if slot_bytes else 1  # a file ends with its chunk
             if not 0 <= rest < PAGE:
