@@ -36,7 +36,7 @@ _LENGTH_AT, _KEY_AT = 16, 17
 _NO_FILE = (errno.EISDIR, errno.ELOOP, errno.ESPIPE, errno.ENXIO, errno.ENODEV)
 """What opening or reading something else in place of a file fails with."""
 _CLOCK_STEP_NS = 1_000_000_000
-_GROWTH_BYTES = 64 << 20
+_MOST_GROWTH_BYTES = 64 << 20
 _LEAST_TAKEN, _TAKEN_SHARE = 64, 8
 _WORDS = ENTRY_BYTES // 8
 _COMPARED_BYTES = 64 * ENTRY_BYTES
@@ -165,15 +165,15 @@ class Segment:
         self.vfs.unlink(self.stem + TABLE)
 
     def lengthen(self, slots: int) -> None:
-        """Make the file of all slots long enough for so many, and some more; raises OSError.
+        """Make the file of all slots long enough for twice as many, or 64 MiB; raises OSError.
 
         XFS gives a file that grows by writing as much room again, 8 GiB at most. The quota does not
-        count that room.
+        count that room. This call takes none.
         """
-        file = self.slots(direct=False)
-        end = -(-slots * self.slot_bytes // _GROWTH_BYTES) * _GROWTH_BYTES
-        self.vfs.set_length(file.fd, end)
-        self.file_bytes = end
+        wanted = slots * self.slot_bytes
+        file_bytes = wanted + min(wanted, _MOST_GROWTH_BYTES)
+        self.vfs.set_length(self.slots(direct=False).fd, file_bytes)
+        self.file_bytes = file_bytes
 
     # ---- one slot --------------------------------------------------------------------------
 

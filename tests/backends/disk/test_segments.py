@@ -101,7 +101,7 @@ async def test_a_file_of_slots_is_long_enough_before_it_is_written(tmp_path):
     assert await write_each(backend, keys) == [False, True, True]
     assert (await load(backend, keys)) == [False, True, True]
     (table,) = tables(tmp_path)
-    assert (table.with_suffix(".slots").stat().st_size, vfs.calls) == (64 << 20, 2)
+    assert (table.with_suffix(".slots").stat().st_size, vfs.calls) == (2 * ON_DISK, 2)
     await backend.close()
 
 
