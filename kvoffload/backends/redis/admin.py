@@ -8,7 +8,7 @@ import contextlib
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from functools import partial
 from itertools import compress, groupby
 from typing import Any, TypeVar
@@ -69,6 +69,10 @@ _FEW = 100
 _PAUSE_S = 0.001
 _NO_EXPIRY = -1
 """A server's answer for a value without a time to live."""
+_NO_STRING = frozenset({"WRONGTYPE"})
+"""The error for a name that holds no string, as this backend never wrote one."""
+_NOT_HERE = _NO_STRING | REDIRECTS
+"""Of a name whose slot moves to another server, a survey reads nothing; a removal must know."""
 _MOVING = (
     "chunks move to other servers of the cluster meanwhile, so some may be left; run it again when "
     "that has ended (redis-cli --cluster check)"
@@ -229,7 +233,9 @@ def _held(operator: Operator) -> list[Holding]:
     def add(connection: Connection, names: list[bytes]) -> None:
         stored = [name for name in names if not is_info(name)]
         described = list(filter(is_info, names))
-        for name, size in zip(described, _of_each(connection, b"STRLEN", described), strict=True):
+        for name, size in zip(
+            described, _of_each(connection, b"STRLEN", described, _NOT_HERE), strict=True
+        ):
             if size is not None:
                 is_small = size <= MAX_FACTS_BYTES and sizes[""] + size <= _MOST_FACTS_BYTES
                 value = small_value(connection, b"GET", name) if is_small else b""
@@ -237,7 +243,7 @@ def _held(operator: Operator) -> list[Holding]:
                 sizes[""] += len(value)
         for name, size, left_ms in zip(
             stored,
-            _of_each(connection, b"STRLEN", stored),
+            _of_each(connection, b"STRLEN", stored, _NOT_HERE),
             _expiries(connection, stored),
             strict=True,
         ):
@@ -374,7 +380,7 @@ def _values(operator: Operator) -> list[StoredValue]:
 
     def add(connection: Connection, names: list[bytes]) -> None:
         stored, address = [name for name in names if not is_info(name)], connection.address
-        sizes = _of_each(connection, b"STRLEN", stored)
+        sizes = _of_each(connection, b"STRLEN", stored, _NOT_HERE)
         pairs = zip(stored, sizes, strict=True)
         found.extend(StoredValue(address, name, size or 0) for name, size in pairs)
         if len(found) > _MOST_VALUES:
@@ -392,7 +398,7 @@ def _verify_one(
 ) -> float:
     """Check one value; return the seconds to wait before the next one."""
     (answer,) = connection.ask_all([encode(b"GET", value.name)], connection.reader.value)
-    _refuse(b"GET", answer)
+    _refuse(b"GET", answer, _NOT_HERE)
     is_other = isinstance(answer, ServerError) and answer.code == "WRONGTYPE"
     reason, read_bytes = "corrupt_type" if is_other else "missing", 0
     if isinstance(answer, memoryview):
@@ -412,7 +418,7 @@ def small_value(connection: Connection, command: bytes, name: bytes) -> bytes:
     memory = memoryview(bytearray(MAX_FACTS_BYTES))
     read = partial(connection.reader.chunk, memory, [])
     (reply,) = connection.ask_all([encode(command, name)], read)
-    _refuse(command, reply)
+    _refuse(command, reply, _NOT_HERE)
     if reply is Filled.OVERSIZE:
         connection.close("oversize")
     return bytes(memory).rstrip(b"\0")  # JSON has no zero bytes
@@ -421,29 +427,30 @@ def small_value(connection: Connection, command: bytes, name: bytes) -> bytes:
 def _expiries(connection: Connection, names: Sequence[bytes]) -> list[float]:
     """Return the milliseconds left of each value; infinite without an expiry or the right."""
     try:
-        left_ms = _of_each(connection, b"PTTL", names)
+        left_ms = _of_each(connection, b"PTTL", names, _NOT_HERE)
     except CommandRefused:  # the user has no right to PTTL
         left_ms = [_NO_EXPIRY] * len(names)
     return [math.inf if each in (None, _NO_EXPIRY) else each for each in left_ms]
 
 
-def _of_each(connection: Connection, command: bytes, names: Sequence[bytes]) -> list[int | None]:
-    """Send the same command for each name; None for one that holds no string, or is elsewhere."""
+def _of_each(
+    connection: Connection,
+    command: bytes,
+    names: Sequence[bytes],
+    passed: Set[str] = _NO_STRING,
+) -> list[int | None]:
+    """Send the same command for each name; None for one with an error that is passed over."""
     if not names:
         return []
     commands = b"".join([encode(command, name) for name in names])
     (answers,) = connection.ask_all([commands], partial(connection.reader.numbers, len(names)))
     for answer in answers:
-        _refuse(command, answer)
+        _refuse(command, answer, passed)
     return [None if isinstance(answer, ServerError) else answer for answer in answers]
 
 
-def _refuse(command: bytes, reply: object) -> None:
-    """Raise OSError for an error, but not if a name holds no string: this backend never wrote it.
-
-    What is read of a name whose slot moves to another server is nothing; a removal must not fail.
-    """
-    passed = {"WRONGTYPE"} if command == b"UNLINK" else {"WRONGTYPE"} | REDIRECTS
+def _refuse(command: bytes, reply: object, passed: Set[str] = _NO_STRING) -> None:
+    """Raise OSError for an error, but not for one that is passed over."""
     if isinstance(reply, ServerError) and reply.code not in passed:
         raise CommandRefused(command.decode(), reply)
 

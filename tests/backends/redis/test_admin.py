@@ -8,6 +8,7 @@ from disk_commands import kvoffload
 
 from kvoffload import open_backend
 from kvoffload.backends.admin import COMMANDS, Garbage
+from kvoffload.backends.redis import admin
 from kvoffload.backends.redis.admin import Operator
 from kvoffload.testing.backends import CHUNK_BYTES, keys_of
 from tests.support.redis_engine import PATIENT, store
@@ -52,6 +53,31 @@ async def test_a_slot_between_two_servers_ends_no_survey_and_no_purge_of_it_is_c
         await backend.purge(["moving"])
     end()
     assert await backend.purge(["moving"]) == 1
+
+
+async def test_an_erasure_while_a_slot_moves_is_not_called_whole(moving):
+    backend, _, end = moving
+    with pytest.raises(OSError, match="run it again"):
+        await backend.erase(b"a", Garbage())
+    end()
+    assert (await backend.erase(b"a", Garbage())).figures["unknown"] == 1
+
+
+async def test_a_chunk_of_unknown_age_is_not_removed_as_an_old_one(moving, monkeypatch):
+    """Its server takes the slot over between the question of its age and its removal."""
+    backend, keys, end = moving
+
+    def judged(*given):
+        verdicts = are_unused(*given)
+        end()
+        return verdicts
+
+    are_unused = admin._are_unused
+    monkeypatch.setattr(admin, "_are_unused", judged)
+    with pytest.raises(OSError, match="run it again"):
+        await backend.collect(Garbage(unused_s=3600.0))
+    end()
+    assert await backend.contains(keys) == [True]
 
 
 @pytest.mark.parametrize(
