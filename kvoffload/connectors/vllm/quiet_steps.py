@@ -182,6 +182,11 @@ class StepMeter:
         """Of each step in flight: its tokens, those beyond one a request, when it began."""
         self._ended_s = -math.inf
 
+    @property
+    def oldest_s(self) -> float:
+        """When the oldest step in flight was scheduled; infinite without one."""
+        return self._steps[0][2] if self._steps else math.inf
+
     def scheduled(self, num_tokens: int, num_requests: int) -> float:
         """Note that vLLM has scheduled a step, perhaps one without tokens; return the time."""
         now_s = self._clock()

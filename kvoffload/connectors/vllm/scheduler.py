@@ -59,8 +59,6 @@ MAX_FAILED_LOADS = 2
 """Failed loads of one request after which it is computed, whatever the tiers promise."""
 IDLE_S = 1.0
 """After an idle time of this length the first lookups wait one step for the workers' reports."""
-_MOST_ABORTED = 64
-"""A table has up to some thousand blocks."""
 
 
 class KVOffloadScheduler(OffloadingConnectorScheduler):  # type: ignore[misc]  # untyped base
@@ -103,8 +101,8 @@ class KVOffloadScheduler(OffloadingConnectorScheduler):  # type: ignore[misc]  #
         self._awaits_reports = False
         """Until the next step: the stores may have changed in a time without reports."""
         self._meter = StepMeter(self.adapter.computed)
-        self.aborted = deque[list[Collection[int]]](maxlen=_MOST_ABORTED)
-        """The block tables of requests that were aborted last, perhaps while a step loads them."""
+        self.aborted = deque[tuple[float, list[Collection[int]]]]()
+        """When requests were aborted, and their block tables, as long as a step may load them."""
         self._explained = ExplainedRequests(self.adapter.explain)
         self._log = RequestLog(settings.record, self.config.kv_group_configs[0].tokens_per_chunk)
         takes_sessions = "session" in settings.client_hints
@@ -347,7 +345,7 @@ class KVOffloadScheduler(OffloadingConnectorScheduler):  # type: ignore[misc]  #
         status = self._req_status.get(request.request_id)
         if status is not None:
             if request.status is RequestStatus.FINISHED_ABORTED:
-                self.aborted.append(withheld_stores.tables_of(status))
+                self.aborted.append((time.monotonic(), withheld_stores.tables_of(status)))
             else:  # vLLM's half sees to aborted ones
                 withheld_stores.bar_uncomputed(status)
         # vLLM's half ends it a step later.
@@ -432,6 +430,8 @@ class KVOffloadScheduler(OffloadingConnectorScheduler):  # type: ignore[misc]  #
     def step_ended(self) -> None:
         """Note that vLLM has taken in the output of a step; between two is time for operators."""
         self._meter.ended()
+        while self.aborted and self.aborted[0][0] < self._meter.oldest_s:
+            self.aborted.popleft()  # other requests have the blocks by and by
         if self.operators.orders.order is not None:
             self.operators.orders.step()
 

@@ -103,7 +103,7 @@ def fail_after(half: Any, block_ids: Set[int], kv_cache: Any) -> None:
         block_ids: what any connector failed to load.
         kv_cache: vLLM's ``KVCacheManager``.
     """
-    for tables in half.aborted:
+    for _, tables in half.aborted:
         if not block_ids.isdisjoint(blocks := set[int]().union(*tables)):
             kv_cache.evict_blocks(blocks)
     for status in half._req_status.values():

@@ -100,3 +100,18 @@ def test_the_blocks_of_a_request_that_ends_before_its_load_is_known_to_fail_are_
     again = rig.add(prompt, 2)
     _, found, *_ = rig.scheduler.kv_cache_manager.get_computed_blocks(again)
     assert found == 0
+
+
+def test_a_later_failure_costs_no_block_of_a_request_that_ended_before_the_step(halves):
+    rig = halves(blocks_per_chunk=16)
+    prompt = random.Random(1).choices(range(3, 512), k=10 * BLOCK + 5)
+    request = rig.add(prompt, 20)
+    (new,) = rig.step().scheduled_new_reqs
+    rig.scheduler.finish_requests(request.request_id, RequestStatus.FINISHED_ABORTED)
+    rig.step()
+    # Another request has one of its blocks by now.
+    lost = KVConnectorOutput(invalid_block_ids={new.block_ids[0][-1]})
+    rig.scheduler.connector.update_connector_output(lost)
+    again = rig.add(prompt, 2)
+    _, found, *_ = rig.scheduler.kv_cache_manager.get_computed_blocks(again)
+    assert found == 10 * BLOCK
