@@ -23,6 +23,8 @@ OLDEST = (6, 2)
 """The first version with GETEX, which reads a chunk and prolongs its life in one command."""
 _RIGHTS = "~kvoffload:* +getex +psetex +exists +pexpire +unlink +ping +info"
 """The rights of an engine's user."""
+_CLUSTER_RIGHTS = " +cluster|slots +asking"
+"""Those that a cluster needs as well."""
 IF_FAILED = "full, or slower than timeout_s and min_bandwidth allow"
 IF_SLOW = "recomputing may be faster; look at the network and the server's load"
 _PINGS = 50
@@ -56,7 +58,7 @@ def _examine(address: Address, operator: Operator) -> list[Finding]:
                 _check_latency(connection, address),
                 _check_encryption(address, access),
                 _check_password(address, access),
-                _check_rights(connection),
+                _check_rights(connection, access.target.kind == "cluster"),
             ]
             reply = connection.ask(b"INFO")
             if isinstance(reply, ServerError):
@@ -131,7 +133,7 @@ def _check_secrets(access: Access, *, is_encrypted: bool) -> list[Finding]:
     return [*found, Finding("authenticity", "warning", problem, remedy)]
 
 
-def _check_rights(connection: Connection) -> Finding:
+def _check_rights(connection: Connection, is_cluster: bool) -> Finding:
     name = b"kvoffload:doctor:{%b}" % os.urandom(8).hex().encode()
     refused = []
     for command in (
@@ -140,6 +142,7 @@ def _check_rights(connection: Connection) -> Finding:
         (b"EXISTS", name),
         (b"PEXPIRE", name, b"10000"),
         (b"UNLINK", name),
+        *([(b"ASKING",)] if is_cluster else ()),
     ):
         reply = connection.ask(*command)
         # A MOVED names the server of the slot: this one checks rights first.
@@ -147,7 +150,10 @@ def _check_rights(connection: Connection) -> Finding:
             refused.append(f"{command[0].decode().lower()}: {reply.text}")
     if not refused:
         return Finding("rights", "ok", "every command the data path needs is allowed")
-    remedy = f"ACL SETUSER <user> {_RIGHTS}; a read-only replica or a full server refuses psetex"
+    more = _CLUSTER_RIGHTS if is_cluster else ""
+    remedy = (
+        f"ACL SETUSER <user> {_RIGHTS}{more}; a read-only replica or a full server refuses psetex"
+    )
     return Finding("rights", "failed", "; ".join(refused), remedy)
 
 
@@ -246,7 +252,7 @@ def _explanation(causes: Sequence[BaseException], access: Access) -> tuple[str, 
     refused = [each for each in causes if isinstance(each, CommandRefused)]
     codes = {"NOAUTH" if each.command == "AUTH" else each.code for each in refused}
     text, target = str(causes[0]), access.target
-    more = " +cluster|slots" if target.kind == "cluster" else ""
+    more = _CLUSTER_RIGHTS if target.kind == "cluster" else ""
     more += " +select" if target.db else ""
     path, tls = bool(target.addresses[0].path), target.tls
     hint = f"; {_TLS_REMEDY}" if tls else ""  # a plain port waits for more bytes of a TLS hello

@@ -16,7 +16,7 @@ from typing import TypeVar
 from kvoffload.backends.flight_bounds import InFlight
 from kvoffload.backends.redis.circuit_breaker import CircuitBreaker
 from kvoffload.backends.redis.connection import Address, Connection, Lost
-from kvoffload.backends.redis.handshake import ServerInfo, echo, expect, handshake, info_of
+from kvoffload.backends.redis.handshake import ServerInfo, echo, handshake, info_of
 from kvoffload.backends.redis.options import Access
 from kvoffload.backends.redis.refusals import Refusals
 from kvoffload.backends.redis.resp import ProtocolError, Reply, ServerError
@@ -135,6 +135,8 @@ class Node:
         self._bounds.enter(request)
         try:
             connection = self._connected(request)
+            if request.asking:
+                self._announce(connection, request)
             reply = self._talk(connection, request, talk)
             if isinstance(reply, ServerError):
                 self._judge(reply, connection, request)
@@ -269,11 +271,17 @@ class Node:
         self._round_trip_s = min(self._round_trip_s, took_s)
         self._count("connected")
 
+    def _announce(self, connection: Connection, request: Request) -> None:
+        """Send ASKING; a user without the right to it is no failure of the server."""
+        reply = self._talk(connection, request, lambda each: each.ask(b"ASKING"))
+        if isinstance(reply, ServerError):
+            self._judge(reply, connection, Request("lookup", right="asking"))
+            self._give_back(connection, is_lookup=request.kind == "lookup")
+            raise Lost(reply.code)
+
     def _talk(self, connection: Connection, request: Request, talk: Callable[[Connection], T]) -> T:
         began = time.monotonic()
         try:
-            if request.asking:
-                expect(connection, b"ASKING")
             reply = talk(connection)
             connection.reader.finish()
             return reply

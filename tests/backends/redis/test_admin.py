@@ -146,6 +146,16 @@ async def test_an_examination_finds_rights_that_are_missing(server, login):
     assert found["info"] == "warning"
 
 
+async def test_an_examination_of_a_cluster_finds_that_moving_slots_cannot_be_followed(
+    cluster, login
+):
+    url = f"redis+cluster://127.0.0.1:{cluster[0].port}"
+    for right, verdict in (("-asking", "failed"), ("+asking", "ok")):
+        for server in cluster:
+            server.cli("acl", "setuser", "kv", "reset", "on", ">p", "~*", "+@all", right)
+        assert (await verdicts(url, **login("kv", "p")))["rights"] == verdict
+
+
 async def test_an_examination_finds_a_replica(server, tmp_path):
     replica = RedisServer(tmp_path / "replica", "--replicaof", "127.0.0.1", str(server.port))
     try:

@@ -270,6 +270,26 @@ async def test_lookups_and_removals_follow_a_slot_that_moves(moving):
     assert backend.counters()["refused_moved"] == 1
 
 
+async def test_a_user_who_may_not_ask_costs_a_slot_that_moves_and_not_its_server(
+    cluster, moving, opened, login, caplog
+):
+    for server in cluster:
+        rights = [*MINIMAL_RIGHTS.split(), "+cluster|slots"]
+        server.cli("acl", "setuser", "kv", "reset", "on", ">p", "~kvoffload:*", *rights)
+    _, keys, end = moving
+    url = f"redis+cluster://127.0.0.1:{cluster[0].port}"
+    backend = opened(url, "moving", **login("kv", "p"))
+    for _ in range(4):
+        assert await backend.contains(keys) == [False]
+        assert await backend.read(keys, slots(1)) == [False]
+        assert (await backend.write(keys, filled(keys)))[0] is False
+    assert caplog.text.count("+asking") == 1
+    assert backend.usage().gauges["breakers_open"] == 0
+    end()
+    assert await backend.read(keys, slots(1)) == [True]
+    assert (await backend.write(keys, filled(keys))) == [WriteResult.PRESENT]
+
+
 async def test_a_server_whose_address_the_cluster_lost_hides_none_of_the_others(tmp_path, opened):
     with redis_cluster(tmp_path) as servers:
         for server in servers:
