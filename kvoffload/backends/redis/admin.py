@@ -74,8 +74,8 @@ _NO_STRING = frozenset({"WRONGTYPE"})
 _NOT_HERE = _NO_STRING | REDIRECTS
 """Of a name whose slot moves to another server, a survey reads nothing; a removal must know."""
 _MOVING = (
-    "chunks move to other servers of the cluster meanwhile, so some may be left; run it again when "
-    "that has ended (redis-cli --cluster check)"
+    "chunks came to other servers meanwhile, so some may be left; run it again when none moves "
+    "(of a cluster: redis-cli --cluster check)"
 )
 T = TypeVar("T")
 
@@ -115,7 +115,10 @@ class Operator(Command):
 
     @contextlib.contextmanager
     def whole(self) -> Iterator[None]:
-        """Raise OSError if slots moved in a scan: chunks of them may have gone round it."""
+        """Raise OSError if slots moved in a scan: chunks of them may have gone round it.
+
+        A slot whose move began in the scan and goes on after it is not seen.
+        """
         before = self._slots()
         yield
         if self._slots() != before:
