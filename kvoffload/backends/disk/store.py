@@ -497,8 +497,10 @@ class DiskStore(Counts):
 
     def _release(self, allocated_bytes: int, remove: Callable[[], None]) -> None:
         """Remove something and release its bytes; raises OSError."""
-        self.space.add_in_flight(allocated_bytes)
+        untold = self.space.add_in_flight(allocated_bytes)
         try:
+            if untold is not None:
+                raise untold  # a scan might release the bytes, too
             remove()
             self.root.quota.release(allocated_bytes)
         finally:

@@ -123,6 +123,24 @@ def test_a_process_that_cannot_tell_what_it_reserves_stores_nothing(tmp_path, fo
     assert other.counters()["write_io_EIO"] == 1
 
 
+def test_a_process_that_cannot_tell_what_it_removes_removes_nothing(tmp_path, form, pair):
+    evicting, other = pair
+    for key in keys_of(3):
+        put(other, key)
+
+    def fail():
+        other.vfs.on("pwritev:lock:before", fail)
+        raise OSError(errno.EIO, "not now")
+
+    other.vfs.on("pwritev:lock:before", fail)
+    first, *then = REMOVED[form]
+    other.vfs.on(first, lambda: scan(evicting), then=then)
+    is_removed = other.discard(name_of(0, keys_of(3)[1]), "removed")
+    assert evicting.root.quota.refresh() == chunk_bytes(tmp_path)
+    assert not is_removed
+    assert not other.space.in_flight_bytes
+
+
 def test_a_store_that_reserves_as_a_scan_begins_and_ends_before_it(tmp_path, form, pair):
     evicting, other = pair
     one, two = keys_of(2)
