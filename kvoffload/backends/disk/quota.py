@@ -142,9 +142,9 @@ class Quota:
 
     def _update(self, change: Callable[[int | None], int | None], steps: int = 1) -> bool:
         """Replace the figure by ``change(figure)`` unless that is None; return whether it was."""
+        self._failed.error = None
         if self._closed:
             return False
-        self._failed.error = None
         try:
             how = fcntl.LOCK_EX | fcntl.LOCK_NB
             if not lock_patiently(LOCK_WAIT_S, self._vfs.flock, self._fd, how):

@@ -124,6 +124,8 @@ class Space:
             # Fairness: stores that wait for an eviction get the freed space first.
             granted = not self._waiting and self._fits(wanted, count)
             granted = granted or self._evict_for(wanted, count)
+            if not granted and count == 1:
+                self._refused(self._root.quota.failure)  # before a release changes that
         finally:
             if not granted:
                 for spare in spares:
@@ -131,8 +133,6 @@ class Space:
                         self._root.quota.release(allocated_bytes)
                 self.add_in_flight(-count * allocated_bytes)
         if not granted:
-            if count == 1:
-                self._refused(self._root.quota.failure)
             return []
         return [*spares, *[None] * (count - len(spares))]
 

@@ -70,4 +70,6 @@ def test_why_a_change_was_not_made_is_told_to_the_thread_that_asked_for_it(tmp_p
         assert quota.reserve(100, 1 << 40)
         assert quota.failure is None
         assert another.submit(lambda: quota.failure).result().errno == errno.EIO
-    quota.close()
+        quota.close()
+        assert not another.submit(quota.reserve, 100, 1 << 40).result()
+        assert another.submit(lambda: quota.failure).result() is None

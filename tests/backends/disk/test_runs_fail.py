@@ -135,6 +135,28 @@ async def test_a_run_that_fits_in_part_is_stored_in_part(tmp_path):
     await is_exact(backend, tmp_path)
 
 
+class HealingVfs(FailingVfs):
+    """Works again once the place of a chunk is freed."""
+
+    def around(self, call, path, perform):
+        if call == "punch":
+            self.heal()
+        return super().around(call, path, perform)
+
+
+async def test_a_store_that_the_ledger_refused_counts_as_that_though_a_release_works(tmp_path):
+    def when(call, path):
+        return call == "pwritev" and kind_of(path) == "ledger"
+
+    vfs = HealingVfs(0, errno.EIO, sticky=True, when=when)
+    backend = open_slots(tmp_path, vfs, **full(3))
+    assert await write(backend, keys_of(3)) == [True] * 3
+    vfs.nth = vfs.calls + 1
+    assert await write(backend, keys_of(1, "next")) == [False]
+    assert backend.counters() == {"evicted": 1, "write_io_EIO": 1}
+    await is_exact(backend, tmp_path)
+
+
 def two_on(root, vfs, places, io="buffered"):
     room = full(places)
     room |= {"policy": "lru", "io": io}
