@@ -181,6 +181,7 @@ class Housekeeper:
             # Index and quota still count what was removed.
             self._repairs = root.repairs
             self._recount_now()
+        self._take_over()
         root.clean_up()
         store.segments.clean_up()
         if root.other_writers != self._others:
@@ -189,7 +190,6 @@ class Housekeeper:
         store.record_use()
         if root.quota.refresh() is None and root.evictor.held:
             self._recount_now()  # damaged: it refuses all stores until a full scan
-        self._take_over()
         self._store.space.keep_free(self._stop.is_set)
         now = time.monotonic()
         if now >= self._recount_at and self._is_exact:

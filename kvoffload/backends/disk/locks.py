@@ -191,9 +191,9 @@ def clean_folder(vfs: Vfs, folder: str) -> int:
         vfs.close_quietly(fd)
 
 
-def count_alive(vfs: Vfs, root: str) -> int:
-    """Return how many writers are alive under a root; changes nothing."""
-    return sum(is_locked(vfs, folder) is True for folder in _folders(vfs, root))
+def count_alive(vfs: Vfs, root: str, own: str = "") -> int:
+    """Return how many writers but the own one are alive under a root; changes nothing."""
+    return sum(is_locked(vfs, folder) is True for folder in _folders(vfs, root, own))
 
 
 def has_older(vfs: Vfs, root: str) -> bool:

@@ -105,10 +105,16 @@ class RootHandle:
                 self._touch_folder()
 
     def clean_up(self) -> None:
-        """Remove what dead writers left, and count the live ones."""
-        self.other_writers, freed = clean_up(self.vfs, self.path, self.writer.token)
-        if freed:
-            self.quota.release(freed)
+        """Remove what dead writers left, if this process evicts, and count the live ones.
+
+        A scan between the removal and the release would take the bytes out of the quota, too.
+        """
+        if self.evictor.held:
+            self.other_writers, freed = clean_up(self.vfs, self.path, self.writer.token)
+            if freed:
+                self.quota.release(freed)
+        else:
+            self.other_writers = count_alive(self.vfs, self.path, self.writer.token)
         self._look_for_older()
 
     def temporary(self, *, counted: bool = True) -> str:

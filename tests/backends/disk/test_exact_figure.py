@@ -8,6 +8,7 @@ from disk_parts import ON_DISK, SIZE, chunk_bytes, open_disk
 
 from kvoffload.backends.disk import housekeeper as disk_housekeeper
 from kvoffload.backends.disk.index import name_of
+from kvoffload.backends.disk.paths import WRITERS
 from kvoffload.backends.disk.scanner import Scanner
 from kvoffload.testing import payload_of
 from kvoffload.testing.backends import keys_of
@@ -139,6 +140,22 @@ def test_a_process_that_cannot_tell_what_it_removes_removes_nothing(tmp_path, fo
     assert evicting.root.quota.refresh() == chunk_bytes(tmp_path)
     assert not is_removed
     assert not other.space.in_flight_bytes
+
+
+def test_a_scan_while_another_process_removes_what_a_dead_one_left(tmp_path, pair):
+    evicting, other = pair
+    for key in keys_of(2):
+        put(other, key)
+    dead = tmp_path / WRITERS / "dead"
+    dead.mkdir()
+    (dead / "lock").touch()
+    (dead / "0").write_bytes(bytes(ON_DISK))
+    assert other.root.quota.reserve(ON_DISK, 1 << 40)
+    other.vfs.on("unlink:temporary:after", lambda: scan(evicting))
+    other.root.clean_up()
+    evicting.root.clean_up()
+    assert not dead.exists()
+    assert evicting.root.quota.refresh() == chunk_bytes(tmp_path) == 2 * ON_DISK
 
 
 def test_a_store_that_reserves_as_a_scan_begins_and_ends_before_it(tmp_path, form, pair):
