@@ -1,6 +1,7 @@
 """A scheduler half without vLLM's part of it, which wants a whole configuration."""
 
 import types
+from collections import deque
 
 from kvoffload.connectors.jobs import JobTable
 from kvoffload.connectors.vllm.client_requests import ClientParams, ExplainedRequests
@@ -39,5 +40,5 @@ def bare_half(**settings):
     half._due, half._req_status, half._block_id_to_pending_jobs = DueRequests(CONFIG), {}, {}
     half._current_batch_load_jobs, half._current_batch_jobs_to_flush = {}, set()
     half._current_batch_allocated_block_ids = set()
-    half._chunks_being_loaded = set()
+    half._chunks_being_loaded, half.aborted = set(), deque()
     return half
