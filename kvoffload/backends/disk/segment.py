@@ -165,7 +165,7 @@ class Segment:
         self.vfs.unlink(self.stem + TABLE)
 
     def lengthen(self, slots: int) -> None:
-        """Make the file of all slots long enough for twice as many, or 64 MiB; raises OSError.
+        """Make the file long enough for twice as many slots, or 64 MiB more; raises OSError.
 
         XFS gives a file that grows by writing as much room again, 8 GiB at most. The quota does not
         count that room. This call takes none.
