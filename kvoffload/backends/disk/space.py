@@ -194,11 +194,13 @@ class Space:
         self.add_in_flight(-reserved)
 
     def write_failed(self, reason: str) -> None:
-        """Count a failed write; pause writes for a while if the disk is full."""
+        """Count a failed write, and say why; pause writes for a while if the disk is full."""
         self._store.count(f"write_{reason}")
         if remedy := _FULL.get(reason):
             self._paused_until = time.monotonic() + _FULL_PAUSE_S
             self._full.warning("disk %s: writing paused, %s; %s", self._root.path, reason, remedy)
+        elif reason != "missing":  # the root's folders are made again
+            self._store.say("write to", self._root.path, reason)
 
     def removal_failed(self, reason: str) -> None:
         """Pause writes where nothing can leave for them, as on a read-only file system."""

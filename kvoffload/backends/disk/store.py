@@ -56,8 +56,10 @@ _REMEDIES = {
     OTHER_VERSION: "; engines of two versions use the root: upgrade all",
     OTHER_KEY: "; this engine lacks its key: give all engines of the root the same keys",
     "io_EIO": "; see whether the device is well",
+    "io_EMFILE": "; raise the limit of open files (ulimit -n)",
+    "io_EFBIG": "; raise the limit of a file's size (ulimit -f)",
 }
-"""Reason why a chunk cannot be read → the remedy, where there is one."""
+"""Reason why a chunk cannot be read or written → the remedy, where there is one."""
 _MAX_NAMESPACES = 1 << 16
 """A name has two bytes for the number."""
 
@@ -197,14 +199,16 @@ class DiskStore(Counts):
                 return self._missed(name, "missing", None)
         else:
             self.count(f"read_{reason}")
-            self._say("read", name, reason, _REMEDIES.get(reason, ""))
+            self.say("read", self._where(name), reason)
             if reason in NOT_DAMAGED:
                 self._pass_over(name, seen)
         return ReadResult.of(reason)
 
-    def _say(self, verb: str, name: Name, why: str, remedy: str) -> None:
+    def say(self, verb: str, path: str, why: str, remedy: str = "") -> None:
+        """Log a failure that may last: one line for each reason in :data:`LASTING_S`."""
         throttle = self._said.setdefault(f"{verb} {why}", Throttle(log, LASTING_S))
-        throttle.warning("disk: cannot %s %s: %s%s", verb, self._where(name), why, remedy)
+        remedy = remedy or _REMEDIES.get(why, "")
+        throttle.warning("disk: cannot %s %s: %s%s", verb, path, why, remedy)
 
     def _where(self, name: Name) -> str:
         """Return where an operator finds a chunk."""
@@ -473,7 +477,7 @@ class DiskStore(Counts):
             except OSError as error:
                 self.count("undeletable")
                 why = error.strerror or str(error)
-                self._say("remove", name, why, f"; {remedy_of(error)}")
+                self.say("remove", self._where(name), why, f"; {remedy_of(error)}")
                 self.space.removal_failed(reason_of(error))
                 return False
             self.note_removed(name, reason)

@@ -1,6 +1,7 @@
 """Stores that are refused or skipped, and the removals that are reported."""
 
 import errno
+import resource
 
 import pytest
 from disk_parts import ON_DISK, SIZE, full, open_disk, write, write_each
@@ -20,6 +21,32 @@ async def test_a_store_refused_for_want_of_room_is_counted(tmp_path):
     assert (counts["refused_capacity"], counts["undeletable"]) == (1, 2)
     assert backend.take_removals() == []
     assert await backend.read(keys_of(2), slots(2, SIZE)) == [True] * 2
+
+
+@pytest.mark.parametrize("form", ["slots", "files"])
+@pytest.mark.parametrize(
+    ("limit", "most", "reason", "remedy"),
+    [
+        ("RLIMIT_FSIZE", 4096, "io_EFBIG", "ulimit -f"),
+        ("RLIMIT_NOFILE", 4, "io_EMFILE", "ulimit -n"),
+    ],
+)
+async def test_why_no_chunk_is_written_is_said_once(
+    tmp_path, caplog, form, limit, most, reason, remedy
+):
+    backend, keys = open_disk(tmp_path, form=form), keys_of(8)
+    kind, memory = getattr(resource, limit), filled(keys, SIZE)
+    before = resource.getrlimit(kind)
+    resource.setrlimit(kind, (most, before[1]))
+    try:
+        assert not any([*await backend.write(keys, memory), *await backend.write(keys, memory)])
+    finally:
+        resource.setrlimit(kind, before)
+    assert backend.counters()[f"write_{reason}"] == 16
+    (said,) = (each.getMessage() for each in caplog.records if reason in each.getMessage())
+    assert str(tmp_path) in said
+    assert remedy in said
+    assert await backend.write(keys, memory) == [True] * 8
 
 
 async def test_a_chunk_of_the_whole_capacity_is_stored_and_one_page_more_is_refused(tmp_path):
