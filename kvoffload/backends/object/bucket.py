@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from kvoffload.backends.header import COMPACT_BYTES
 from kvoffload.backends.log_rate import Throttle
 from kvoffload.backends.object.failures import (
+    NO_BUCKET,
     Failed,
     Failure,
     explained,
@@ -195,6 +196,8 @@ def _each(begin: Callable[[], Any]) -> Iterator[Any]:
 
 def _stored(meta: Any) -> Stored:
     modified_s = meta["last_modified"].timestamp()
+    if not modified_s:  # the library's value where an answer has none
+        raise Failed(NO_BUCKET)
     return Stored(meta["path"], meta["size"], modified_s, f"{meta['e_tag']} {modified_s}")
 
 

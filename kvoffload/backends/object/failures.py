@@ -55,6 +55,13 @@ BREAKER_OPEN = Failure("lost_breaker_open")
 CANCELLED = Failure("lost_cancelled")
 BUSY = Failure("lost_busy")
 TIMEOUT = Failure("lost_timeout", "check network and server, or raise timeout_s")
+NO_BUCKET = Failure(
+    "refused_other",
+    "check endpoint, and proxies on the way",
+    "the answer is no bucket's",
+    is_lasting=True,
+)
+"""It is a page for a login, say, or of a server of another kind."""
 
 _LASTING: tuple[tuple[tuple[str, ...], str, str], ...] = (
     (("RequestTimeTooSkewed", "RequestExpired"), "refused_clock_skew",
@@ -154,6 +161,8 @@ def failure_of(error: Exception) -> Failure:
         return Failure("refused_server_error", "look at the server's log", answer)
     if status:
         return Failure("refused_other", "look at the server's log", answer, status < 500)
+    if "Unable to extract metadata" in text:
+        return NO_BUCKET
     if "kind: Timeout" in text:
         return TIMEOUT
     if "kind: Connect" in text:

@@ -76,6 +76,25 @@ async def test_a_server_without_the_path_refuses_stores(caplog):
     assert "there is no such bucket" in caplog.text
 
 
+@pytest.mark.parametrize("body", [b"<html>Sign in</html>", b""])
+async def test_what_answers_each_request_with_a_page_is_no_bucket(body, caplog):
+    page = Answer(200, body, {"Content-Type": "text/html"})
+    with S3StandIn(lambda method, path: page) as server:
+        backend = await opened(server)
+        for _ in range(3):
+            assert await backend.contains(keys_of(4)) == [False] * 4
+            assert not any(await backend.read([KEY], slots(1)))
+            assert await backend.write([KEY], filled([KEY])) == [False]
+        assert backend.usage().gauges["up"] == 0
+        await backend.close()
+    assert backend.counters()["refused_other"] >= 3
+    assert "expired" not in backend.counters()
+    assert len(server.asked) < 12, "the breaker was not open"
+    lines = said(caplog)
+    assert len(lines) == 3
+    assert all("no bucket" in line and "endpoint" in line for line in lines)
+
+
 async def test_a_reader_loads_and_its_stores_pause(caplog):
     header = pack_header(KEY, namespace_digest("n"), payload_of(KEY, SIZE))
     content = header + payload_of(KEY, SIZE)
