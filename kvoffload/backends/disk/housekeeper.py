@@ -10,6 +10,7 @@ from kvoffload.backends.disk.quarantine import QUARANTINE_S
 from kvoffload.backends.disk.scanner import Scanner
 from kvoffload.backends.disk.space import Reservation
 from kvoffload.backends.disk.store import DiskStore
+from kvoffload.backends.log_rate import LASTING_S, Throttle
 from kvoffload.config import human_bytes
 from kvoffload.identity import short
 
@@ -40,6 +41,8 @@ class Housekeeper:
         """Room to release that no store used."""
         self._stop = threading.Event()
         self._wake = threading.Event()
+        self._said: dict[int | None, Throttle] = {}
+        """By the error of the system: a device that fails does so each second."""
         self._scanner = Scanner(store, self._stop.is_set)
         self._is_exact = store.ready.is_set()
         """Whether the quota agreed with the folders at the last full scan."""
@@ -125,7 +128,8 @@ class Housekeeper:
             step()
         except OSError as error:
             self._store.count("housekeeping_failed")
-            log.warning("disk %s: housekeeping failed: %s", self._store.path, error)
+            throttle = self._said.setdefault(error.errno, Throttle(log, LASTING_S))
+            throttle.warning("disk %s: housekeeping failed: %s", self._store.path, error)
         except Exception:
             self._store.count("housekeeping_failed")
             log.exception("disk %s: housekeeping failed", self._store.path)
