@@ -47,7 +47,6 @@ from kvoffload.connectors.vllm.start import (
 from kvoffload.connectors.vllm.step_messages import IDLE_STEP, StepMetadata
 from kvoffload.connectors.vllm.worker import KVOffloadWorker
 from kvoffload.offload.base import ReqContext
-from kvoffload.transfer.shared_memory import check_host_memory
 
 log = logging.getLogger(__name__)
 
@@ -102,7 +101,6 @@ class KVOffloadConnector(OffloadingConnector):  # type: ignore[misc]  # untyped 
             wake_for_operators()
             self.connector_scheduler.operators.serve(settings.control_socket)
         else:
-            check_memory_of_ranks(settings, vllm_config.parallel_config.local_world_size)
             self.connector_worker = KVOffloadWorker(spec, settings, vllm_config, kv_cache_config)
 
     # ---- every step; without vLLM's checks of types, which cost more than the calls ----
@@ -299,18 +297,6 @@ class KVOffloadConnector(OffloadingConnector):  # type: ignore[misc]  # untyped 
         return super().build_prom_metrics(
             described, metric_types, labelnames, per_engine_labelvalues
         )
-
-
-def check_memory_of_ranks(settings: VllmConfigSettings, num_ranks: int) -> None:
-    """Refuse what this machine's ranks cannot all have, before any of them takes its part.
-
-    Memory is taken some time after it was asked for: each rank alone would find enough left.
-
-    Raises:
-        ConfigError: names the setting, and what all ranks of this machine together ask for.
-    """
-    name, num_bytes = settings.host_memory
-    check_host_memory(num_bytes * num_ranks, f"{name} of {num_ranks} ranks")
 
 
 def with_settings(vllm_config: Any, settings: VllmConfigSettings) -> Any:

@@ -13,6 +13,7 @@ nor process.
 
 import contextlib
 import logging
+import multiprocessing
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -24,6 +25,7 @@ from kvoffload import registry
 from kvoffload.config import OffloadConfig, parse_config
 from kvoffload.config_sources import gather
 from kvoffload.errors import ConfigError
+from kvoffload.transfer.shared_memory import check_host_memory
 
 log = logging.getLogger(__name__)
 
@@ -258,13 +260,49 @@ def _around_lookup(look_up: Callable[[Any], Any], kv_transfer_config: Any) -> An
 def watch_configurations() -> None:
     """Check what vLLM makes of a configuration with our connector. Idempotent."""
     from vllm.config import VllmConfig
+    from vllm.engine.arg_utils import EngineArgs
 
+    hook(EngineArgs, "create_engine_config", _around_start)
     for name, around in (
         ("_resolve_mm_embedding_inputs", _around_embeddings),
         ("_post_init_kv_transfer_config", _around_offloading),
     ):
         if hasattr(VllmConfig, name):
             hook(VllmConfig, name, around)
+
+
+def _around_start(make: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Check the memory of all ranks once, in the process that starts all of them."""
+    config = make(*args, **kwargs)
+    if config.kv_transfer_config is not None and multiprocessing.parent_process() is None:
+        check_memory_of_ranks(config.kv_transfer_config, config.parallel_config)
+    return config
+
+
+def check_memory_of_ranks(transfer: Any, parallel: Any) -> None:
+    """Refuse what the ranks of this machine, those of replicas among them, cannot all have.
+
+    Memory is taken some time after it was asked for: each rank alone would find enough left. And
+    once one has taken its part, what is left says nothing about all of them. Ray may start ranks on
+    other machines, where each looks for its own memory alone.
+
+    Args:
+        transfer: vLLM's ``KVTransferConfig``.
+        parallel: vLLM's ``ParallelConfig``, of the process that starts all ranks.
+
+    Raises:
+        ConfigError: names the setting, and what all ranks of this machine together ask for.
+    """
+    if "ray" in (parallel.distributed_executor_backend, parallel.data_parallel_backend):
+        return
+    num_ranks = parallel.local_world_size * parallel.data_parallel_size_local
+    extra = transfer.kv_connector_extra_config
+    several = extra.get("connectors") or ()  # of MultiConnector
+    for each in (vars(transfer), *several):
+        if each.get("kv_connector") == CONNECTOR:
+            settings = read_settings(each.get("kv_connector_extra_config") or {})
+            name, num_bytes = settings.host_memory
+            check_host_memory(num_bytes * num_ranks, f"{name} of {num_ranks} ranks")
 
 
 def _around_embeddings(resolve: Callable[[Any], None], config: Any) -> None:

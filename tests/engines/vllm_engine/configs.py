@@ -27,7 +27,7 @@ def config_of(model, **options):
         "enforce_eager": True,
         **options,
     }
-    return EngineArgs(kv_transfer_config=transfer, **asked).create_engine_config()
+    return EngineArgs(**{"kv_transfer_config": transfer, **asked}).create_engine_config()
 
 
 def facts_of(config, *, spec=None, replicated=False, **settings):

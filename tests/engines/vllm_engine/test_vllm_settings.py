@@ -30,7 +30,6 @@ from kvoffload.connectors.vllm import register
 from kvoffload.connectors.vllm.client_requests import is_trusted, refuse_weak_hashes, warn_of_images
 from kvoffload.connectors.vllm.connector import (
     KVOffloadConnector,
-    check_memory_of_ranks,
     warn_of_settings,
 )
 from kvoffload.connectors.vllm.fingerprint import hash_root
@@ -43,7 +42,6 @@ from kvoffload.connectors.vllm.start import (
     read_settings,
 )
 from kvoffload.errors import ConfigError
-from kvoffload.memory_limits import available_host_bytes
 from tests.engines.vllm_engine.configs import config_of
 
 DISK = {"type": "disk", "root": "/nowhere", "capacity": "1GiB"}
@@ -218,12 +216,35 @@ def test_requests_whose_images_a_client_may_name_are_not_trusted(request_, takes
     assert is_trusted(asked, settings, config) is trusted
 
 
-def test_ranks_that_ask_for_more_than_there_is_together_are_refused():
-    most = available_host_bytes()
-    settings = read_settings({"cpu_bytes": most // 3})
-    check_memory_of_ranks(settings, 2)
-    with pytest.raises(ConfigError, match="cpu_bytes of 4 ranks"):
-        check_memory_of_ranks(settings, 4)
+@pytest.mark.parametrize("is_inside", [False, True])
+@pytest.mark.parametrize(
+    ("num_ranks", "options"),
+    [
+        (2, {"tensor_parallel_size": 2}),
+        (2, {"data_parallel_size": 2}),
+        (6, {"tensor_parallel_size": 2, "data_parallel_size": 3}),
+        (2, {"data_parallel_size": 3, "data_parallel_size_local": 2}),
+    ],
+)
+def test_ranks_and_replicas_that_ask_for_more_than_there_is_together_are_refused(
+    models, kernel_files, num_ranks, options, is_inside
+):
+    """Before any is started: inside ``MultiConnector`` as well."""
+    register()
+    options |= {"distributed_executor_backend": "mp"}
+    if is_inside:
+        mine = {"kv_connector": "KVOffloadConnector", "kv_role": "kv_both"}
+        mine["kv_connector_extra_config"] = {"cpu_bytes": "16MiB"}
+        options["kv_transfer_config"] = KVTransferConfig(
+            kv_connector="MultiConnector",
+            kv_role="kv_both",
+            kv_connector_extra_config={"connectors": [mine]},
+        )
+    kernel_files.available(num_ranks << 24)
+    config_of(models(), **options)
+    kernel_files.available((num_ranks << 24) - 1024)
+    with pytest.raises(ConfigError, match=f"cpu_bytes of {num_ranks} ranks"):
+        config_of(models(), **options)
 
 
 @pytest.mark.parametrize("layout", ["LBNHC", "LBHNC", "BLHNC", "BHLNC", None])

@@ -52,7 +52,7 @@ def workers(models, tmp_path, monkeypatch):
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
     made = []
 
-    def make(kind, layers, num_ranks=1, layout="LBHNC"):
+    def make(kind, layers, num_ranks=1, layout="LBHNC", between=lambda: None):
         disk = {"type": "disk", "root": str(tmp_path / "kv"), "min_free": 0}
         extra = {"cpu_bytes": 16 << 20, "blocks_per_chunk": 1, "backends": [disk]}
         config = EngineArgs(
@@ -70,6 +70,7 @@ def workers(models, tmp_path, monkeypatch):
         caches = planning.get_kv_cache_config_from_groups(config, groups, 8 << 20)
         caches.kv_tp_replicas = planning.kv_cache_groups_tp_replicas(groups, num_ranks)
         for rank in range(num_ranks):
+            between()
             mine = copy.copy(config)
             mine.parallel_config = copy.copy(config.parallel_config)
             mine.parallel_config.rank = rank
@@ -188,3 +189,9 @@ def test_groups_of_different_widths_take_the_rows_that_they_need(workers, tmp_pa
     drive(mine, until)
     sizes = [chunk.allocated_bytes for chunk in stored_in(tmp_path / "kv")]
     assert sorted(sizes) == [8192 + 4096] * CHUNKS + [16384 + 4096] * 2 * CHUNKS
+
+
+def test_a_rank_begins_where_another_one_has_taken_its_part_already(workers, kernel_files):
+    heads = {"block_size": 16, "num_kv_heads": 2, "head_size": 64, "dtype": torch.bfloat16}
+    layers, left = named(lambda i: FullAttentionSpec(**heads), 3), iter([40 << 20, 24 << 20])
+    workers("llama", layers, num_ranks=2, between=lambda: kernel_files.available(next(left)))
