@@ -22,11 +22,13 @@ def main() -> None:
 
     engine = sglang.Engine(**json.loads(sys.argv[1]))
 
-    def generate(prompts: list[list[int]], max_tokens: int = 8) -> dict[str, Any]:
+    def generate(
+        prompts: list[list[int]], max_tokens: int = 8, adapters: list[str | None] | None = None
+    ) -> dict[str, Any]:
         """Run prompts together; tell where the tokens of each prompt came from."""
         started = time.monotonic()
         wanted = {"max_new_tokens": max_tokens, "temperature": 0, "ignore_eos": True}
-        outputs = engine.generate(input_ids=prompts, sampling_params=wanted)
+        outputs = engine.generate(input_ids=prompts, sampling_params=wanted, lora_path=adapters)
         details = [out["meta_info"].get("cached_tokens_details") or {} for out in outputs]
         return {
             "tokens": [out["output_ids"] for out in outputs],
@@ -73,6 +75,12 @@ def main() -> None:
         """Replace the weights of the running engine; it empties its own caches then."""
         return bool(engine.update_weights_from_disk(path)[0])
 
+    def adapter(name: str, path: str, again: bool = False) -> bool:
+        """Load an adapter, in the place of an earlier one of this name."""
+        if again:
+            engine.unload_lora_adapter(name)
+        return bool(engine.load_lora_adapter(name, path).success)
+
     verbs = {
         "generate": generate,
         "rounds": rounds,
@@ -80,6 +88,7 @@ def main() -> None:
         "flush": flush,
         "storage": storage,
         "update": update,
+        "adapter": adapter,
     }
     answer({"ready": True})
     for line in sys.stdin:

@@ -64,6 +64,33 @@ def pin_nothing(module):
     module.HostKVCache.pin_memory = property(lambda pool: False, lambda pool, value: None)
 
 
+def pin_no_adapter(module):
+    """Let adapters be plain tensors; the host has no allocator of pinned ones."""
+    import torch
+
+    torch.Tensor.pin_memory = lambda tensor, device=None: tensor
+    module.torch = Unpinned()
+
+
+class Unpinned:
+    """torch, which makes no tensor pinned."""
+
+    def __getattr__(self, name):
+        import torch
+
+        return getattr(torch, name)
+
+    def tensor(self, data, pin_memory=False, **options):
+        import torch
+
+        return torch.tensor(data, **options)
+
+    def zeros(self, *size, pin_memory=False, **options):
+        import torch
+
+        return torch.zeros(*size, **options)
+
+
 def read_sliding_windows_where_they_are(module):
     """Let torch's attention read a sliding window by the numbers of its own pool.
 
@@ -98,6 +125,8 @@ AFTER = {
     f"{POOLS}.common": register_nothing,
     f"{POOLS}.base": pin_nothing,
     **dict.fromkeys((f"{POOLS}.mha", f"{POOLS}.mla"), copy_with_torch),
+    "sglang.srt.lora.layers": pin_no_adapter,
+    "sglang.srt.lora.backend.torch_backend": pin_no_adapter,
     "sglang.srt.layers.attention.torch_native_backend": read_sliding_windows_where_they_are,
 }
 
