@@ -22,7 +22,10 @@ SECTOR = 512
 
 
 class Step(NamedTuple):
-    """One recorded change. ``what``: create, write, rename, unlink, mkdir, sync or note."""
+    """One recorded change.
+
+    ``what``: create, write, length, rename, unlink, mkdir, sync or note.
+    """
 
     what: str
     path: str
@@ -68,6 +71,12 @@ class RecordingVfs(HookedVfs):
             super().punch(fd, offset, length)
             self._record("write", self._paths[fd], offset=offset, data=bytes(length))
 
+    def set_length(self, fd: int, length: int) -> None:
+        """Make a file longer or shorter: what is new reads as zeros."""
+        with self._order:
+            super().set_length(fd, length)
+            self._record("length", self._paths[fd], offset=length)
+
     def fsync(self, fd: int) -> None:
         """Sync; from here on it is safe."""
         with self._order:
@@ -110,7 +119,10 @@ class _File:
 
     def sync(self) -> None:
         for step in self.loose:
-            _put(self.safe, step.offset, step.data)
+            if step.what == "length":
+                _set_length(self.safe, step.offset)
+            else:
+                _put(self.safe, step.offset, step.data)
         self.loose.clear()
 
     def after_crash(self, rng: random.Random) -> bytes:
@@ -119,6 +131,8 @@ class _File:
         for step in self.loose:
             if fate < 0.2:
                 break
+            if step.what == "length" and (fate > 0.6 or rng.random() < 0.7):
+                _set_length(content, step.offset)
             for at in range(0, len(step.data), SECTOR):
                 start, sector = step.offset + at, step.data[at : at + SECTOR]
                 if fate > 0.6 or rng.random() < 0.7:
@@ -127,7 +141,7 @@ class _File:
                     # What was synced of a sector that grows is not zero.
                     content.extend(bytes(start + len(sector) - len(content)))
         if self.loose and rng.random() < 0.2:
-            del content[rng.randrange(len(self.safe), len(content) + 1) :]
+            del content[rng.randrange(min(len(self.safe), len(content)), len(content) + 1) :]
         return bytes(content)
 
 
@@ -152,7 +166,7 @@ def crash(steps: list[Step], rng: random.Random) -> Crash:
     for step in steps[:cut]:
         if step.what == "note":
             notes.append(step.path)
-        elif step.what == "write":
+        elif step.what in ("write", "length"):
             files[names[step.path]].loose.append(step)
         elif step.what == "sync" and step.path in names:
             files[names[step.path]].sync()
@@ -249,6 +263,11 @@ def _apply_name(step: Step, names: dict[str, int], files: dict[int, _File]) -> i
     for path in [path for path in names if path.startswith(step.path + "/")]:
         names[step.other + path[len(step.path) :]] = names.pop(path)
     return -1
+
+
+def _set_length(content: bytearray, length: int) -> None:
+    del content[length:]
+    content.extend(bytes(length - len(content)))
 
 
 def _put(content: bytearray, offset: int, data: bytes) -> None:
