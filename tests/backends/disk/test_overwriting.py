@@ -103,10 +103,10 @@ class InterruptedVfs(HookedVfs):
         if len(buffers) < 2 or kind_of(self._paths[fd]) not in ("chunk", "slots"):
             return read(fd, buffers, offset)
         before_header, self.before_header = self.before_header, None
-        before_chunk, self.before_chunk = self.before_chunk, None
         if before_header is not None:
             before_header()
-        moved = read(fd, buffers[:1], offset)
+        moved = read(fd, buffers[:1], offset)  # refused by a tmpfs, if it is not to wait
+        before_chunk, self.before_chunk = self.before_chunk, None
         if before_chunk is not None:
             before_chunk()
         return moved + read(fd, buffers[1:], offset + moved)
