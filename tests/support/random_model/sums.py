@@ -186,7 +186,8 @@ class Held:
             if self._first is None:
                 self._first, self._names = now, _names()
             is_bounded = all(a <= b for a, b in zip(now, self._first, strict=True))
-            if is_bounded and _are_few(_in_segments()) and _are_once_a_server(_late_threads()):
+            are_few = _are_few(_in_segments(_files()))
+            if is_bounded and are_few and _are_once_a_server(_late_threads()):
                 return
             assert time.monotonic() < until_s, f"{now} {_names()} after {self._first} {self._names}"
             time.sleep(0.05)
@@ -194,8 +195,9 @@ class Held:
     def _now(self):
         gc.collect()  # what was closed may be part of a cycle, and hold a mapping
         me = psutil.Process()
-        num_threads = me.num_threads() - len(_late_threads())
-        return me.num_fds() - len(_in_segments()), num_threads, len(me.children())
+        num_threads, files = me.num_threads() - len(_late_threads()), _files()
+        # Of one listing: a file of segments may be opened meanwhile.
+        return len(files) - len(_in_segments(files)), num_threads, len(me.children())
 
 
 def _late_threads():
@@ -207,8 +209,8 @@ def _num_servers():
     return sum(thread.name == "kvoffload-io" for thread in threading.enumerate())
 
 
-def _in_segments():
-    return [name for name in _files() if name.endswith((".table", ".slots"))]
+def _in_segments(files):
+    return [name for name in files if name.endswith((".table", ".slots"))]
 
 
 def _are_few(in_segments):
