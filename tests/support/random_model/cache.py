@@ -105,5 +105,10 @@ class Memory:
             for i, tensor in enumerate(self.tensors[group])
         )
 
+    def beginnings(self, names):
+        """Return what each block of these names begins with in its first tensor."""
+        contents = (self._content(group, 0, name) for (group, _), name in names.items())
+        return [content.numpy().tobytes()[:PERIOD] for content in contents]
+
     def snapshot(self):
         return [tensor.clone() for of_group in self.tensors for tensor in of_group]

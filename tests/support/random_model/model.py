@@ -39,6 +39,7 @@ from tests.support.random_model.engine import (
 from tests.support.random_model.faults import Faults, new_key, write_keys
 from tests.support.random_model.late_copies import LateCopier, install
 from tests.support.random_model.pages import PageEngine
+from tests.support.random_model.spoiled import WAYS, spoil
 from tests.support.service_manager import ServiceManager
 
 STRIKES_A_SECOND = 5
@@ -92,6 +93,10 @@ class Model:
         self.faults.key_files += self.key_files
         self.held = sums.Held()
         self.compared_while_struck = 0
+        self.has_rested = False
+        self._stores = self.roots, self.server, self.host
+        if self.pages is not None:
+            self.pages.stores = self._stores
         self._prefixes = [self._tokens(draw.randint(8, 60)) for _ in range(6)]
 
     def _settings(self, folder):
@@ -153,6 +158,11 @@ class Model:
         chosen = draw.sample(names, draw.choice((1, 2, 2, 3)))
         if "rough" not in chosen and draw.random() < 0.4:  # engines of pages read it in place
             chosen[-1] = "rough"
+        verified = [name for name in names if name in ("rough", "folder", "redis")]
+        encrypted = {name for name in verified if draw.random() < 0.4}
+        if not {*verified} & {*chosen} - encrypted and draw.random() < 0.8:
+            encrypted -= {plain := draw.choice(verified)}  # else no checksum guards a chunk
+            chosen += {plain} - {*chosen}
         for name in chosen:
             root = folder / name
             num_chunks = min(draw.choice((20, 60, 200, 600)), MOST_BYTES // chunk_bytes)
@@ -169,7 +179,7 @@ class Model:
             if name == "folder":
                 capacity = num_chunks * (chunk_bytes + 8192)
                 tier |= {"capacity": capacity, "timeout_s": 0.3, "threads": sums.FOLDER_THREADS}
-            if name in ("rough", "folder", "redis") and draw.random() < 0.4:
+            if name in encrypted:
                 self.key_files.append(path := folder / f"{name}.keys")
                 write_keys(path, [new_key(draw)])
                 tier["encryption"] = {"key_file": str(path)}
@@ -356,6 +366,7 @@ class Model:
             self._let_pages_rest()
         self.held.check()
         self._check_tiers()
+        self.has_rested = True
 
     def _become_quiet(self):
         self._finish_all()
@@ -366,7 +377,7 @@ class Model:
         self._await(lambda: not client._is_opening, "a tier stays closed")
         for tier in self.engine.connector._spec.tiers.values():
             self._await(
-                partial(self._stores_and_loads_on, tier),
+                partial(self._stores_and_loads_on, tier, self._ways()),
                 partial("{0.name} stores or loads nothing: {0.usage} {0.counters}".format, tier),
                 STORES_S,
             )
@@ -375,7 +386,8 @@ class Model:
     def _let_pages_rest(self):
         pages = self.pages
         self._await(lambda: not pages.left(), pages.left)
-        self._await(pages.stores_and_loads, "pages are not stored or not loaded", STORES_S)
+        stores_and_loads = partial(pages.stores_and_loads, self._ways())
+        self._await(stores_and_loads, "pages are not stored or not loaded", STORES_S)
         self._await(lambda: not pages.left(), pages.left)
         pages.check()
 
@@ -390,14 +402,15 @@ class Model:
             assert time.monotonic() < until_s, f"{left} requests do not end"
         assert engine.connector.flush(sums.REST_S), "transfers do not end"
 
-    def _stores_and_loads_on(self, tier):
+    def _stores_and_loads_on(self, tier, ways):
         """Return whether a tier takes a new prompt of its own, and some of it comes back.
 
         Through little memory not each chunk gets to it, and a folder for a few of them has no room
-        in time.
+        in time. The first prompts are spoiled before their loads, in these ways.
         """
         connector, chunk = self.engine.connector, self.engine.chunk_tokens
-        prompt = self._tokens(self.draw.randint(chunk + 1, max(40, chunk + 1)))
+        most = chunk + 1 if ways else max(40, chunk + 1)
+        prompt = self._tokens(self.draw.randint(chunk + 1, most))
         for _ in range(self.engine.settings["store_threshold"]):
             request = self.engine.add(prompt, tiers=[tier.name])
             self._finish_all()
@@ -407,18 +420,39 @@ class Model:
         self._await(lambda: tier.holds(first) is not None, "a lookup hangs")
         if not tier.holds(first):
             return False
+        if is_spoiled := bool(ways):
+            self._spoil(tier, request, ways.pop())
         self.engine.forget_kept()  # of host memory alone
         before = self.engine.counts["tokens"]
         self.engine.add(prompt)
         self._finish_all()
-        return self.engine.counts["tokens"] > before
+        return self.engine.counts["tokens"] > before and not is_spoiled
+
+    def _ways(self):
+        """Return how to spoil what a tier has: in all ways at the first rest, then in some."""
+        return self.draw.sample(WAYS, 1 if self.has_rested else len(WAYS))
+
+    def _spoil(self, tier, request, way):
+        """Spoil what a tier has of a prompt: all of it, as far as it comes soon."""
+        keys, until_s = self._all_keys(request), time.monotonic() + 0.5
+        while not all(map(tier.holds, keys)) and time.monotonic() < until_s:
+            self.engine.connector.poll()
+            time.sleep(0.005)
+        spoil(way, keys, self.memory.beginnings(request.names), *self._stores)
 
     def _keys(self, request):
         """Return the keys of the first group's whole chunks."""
+        of_group = self.engine.connector._groups.offloaded[0].index
+        return self._keys_of_groups(request)[of_group]
+
+    def _all_keys(self, request):
+        return [key for keys in self._keys_of_groups(request) for key in keys]
+
+    def _keys_of_groups(self, request):
         groups = self.engine.connector._groups
         keys = [[] for _ in groups.all]
         groups.extend_keys(keys, request.block_hashes)
-        return keys[groups.offloaded[0].index]
+        return keys
 
     def _check_tiers(self):
         may_shrink = {"restart", "restart_pages", "other settings"} & {*self.faults.log}

@@ -20,6 +20,7 @@ from kvoffload.transfer.shared_memory import page_rounded
 from tests.support.host_pages import Pool
 from tests.support.random_model.cache import PERIOD
 from tests.support.random_model.engine import others
+from tests.support.random_model.spoiled import spoil
 
 PARTS = ((1000, 472), (4096,), (8192, 4096))
 """Bytes of the parts of a page."""
@@ -213,8 +214,8 @@ class PageEngine:
         for event in ("loaded", "stored"):
             assert counted.get(event, 0) == self._seen[event], (event, counted, self._seen)
 
-    def stores_and_loads(self):
-        """Return whether a page that is stored now comes back."""
+    def stores_and_loads(self, ways):
+        """Return whether a page that is stored now comes back; the first ones are spoiled."""
         keys, pool = [b"rest %d" % self.draw.randrange(1 << 60)], self._pool()
         pool.put([self._content(keys[0], self.generation)])
         self._see("stored", sum(self._call(self.store.save, keys, pool)))
@@ -223,13 +224,16 @@ class PageEngine:
             if time.monotonic() > until_s:
                 return False
             time.sleep(0.01)
+        if is_spoiled := bool(ways):
+            content = self._content(keys[0], self.generation)[:PERIOD]
+            spoil(ways.pop(), keys, [content], *self.stores)
         pool.memory[:] = bytes(len(pool.memory))
         ok = self._call(self.store.load, keys, pool)
         self._see("loaded", sum(ok))
         assert not ok[0] or pool.read(range(1)) == [self._content(keys[0], self.generation)], (
             "wrong bytes"
         )
-        return ok[0]
+        return ok[0] and not is_spoiled
 
 
 class _Keys(list):
