@@ -13,7 +13,6 @@ nor process.
 
 import contextlib
 import logging
-import multiprocessing
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -272,9 +271,9 @@ def watch_configurations() -> None:
 
 
 def _around_start(make: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Check the memory of all ranks once, in the process that starts all of them."""
+    """Check the memory of all ranks before any is started."""
     config = make(*args, **kwargs)
-    if config.kv_transfer_config is not None and multiprocessing.parent_process() is None:
+    if config.kv_transfer_config is not None:
         check_memory_of_ranks(config.kv_transfer_config, config.parallel_config)
     return config
 
@@ -288,12 +287,13 @@ def check_memory_of_ranks(transfer: Any, parallel: Any) -> None:
 
     Args:
         transfer: vLLM's ``KVTransferConfig``.
-        parallel: vLLM's ``ParallelConfig``, of the process that starts all ranks.
+        parallel: vLLM's ``ParallelConfig``. One of several API servers starts no ranks.
 
     Raises:
         ConfigError: names the setting, and what all ranks of this machine together ask for.
     """
-    if "ray" in (parallel.distributed_executor_backend, parallel.data_parallel_backend):
+    is_front = parallel._api_process_count > 1 and parallel._api_process_rank >= 0
+    if is_front or "ray" in (parallel.distributed_executor_backend, parallel.data_parallel_backend):
         return
     num_ranks = parallel.local_world_size * parallel.data_parallel_size_local
     extra = transfer.kv_connector_extra_config
@@ -302,7 +302,8 @@ def check_memory_of_ranks(transfer: Any, parallel: Any) -> None:
         if each.get("kv_connector") == CONNECTOR:
             settings = read_settings(each.get("kv_connector_extra_config") or {})
             name, num_bytes = settings.host_memory
-            check_host_memory(num_bytes * num_ranks, f"{name} of {num_ranks} ranks")
+            field = name if num_ranks == 1 else f"{name} of {num_ranks} ranks"
+            check_host_memory(num_bytes * num_ranks, field)
 
 
 def _around_embeddings(resolve: Callable[[Any], None], config: Any) -> None:

@@ -1,5 +1,7 @@
 """Settings, versions, and what is said of a configuration that will not do."""
 
+import multiprocessing
+import os
 import queue
 import random
 import subprocess
@@ -224,6 +226,7 @@ def test_requests_whose_images_a_client_may_name_are_not_trusted(request_, takes
         (2, {"data_parallel_size": 2}),
         (6, {"tensor_parallel_size": 2, "data_parallel_size": 3}),
         (2, {"data_parallel_size": 3, "data_parallel_size_local": 2}),
+        (2, {"data_parallel_size": 2, "_api_process_count": 2, "_api_process_rank": -1}),
     ],
 )
 def test_ranks_and_replicas_that_ask_for_more_than_there_is_together_are_refused(
@@ -245,6 +248,32 @@ def test_ranks_and_replicas_that_ask_for_more_than_there_is_together_are_refused
     kernel_files.available((num_ranks << 24) - 1024)
     with pytest.raises(ConfigError, match=f"cpu_bytes of {num_ranks} ranks"):
         config_of(models(), **options)
+
+
+def test_an_api_server_that_starts_no_ranks_looks_for_no_memory(models, kernel_files):
+    """Ranks of the process that started it may have had theirs by then."""
+    register()
+    kernel_files.available(1024)
+    config_of(models(), data_parallel_size=2, _api_process_count=2, _api_process_rank=0)
+    with pytest.raises(ConfigError, match=r"^cpu_bytes = "):
+        config_of(models())
+
+
+def test_an_engine_in_a_child_process_looks_for_the_memory_of_its_ranks(models, kernel_files):
+    register()
+    kernel_files.available(1 << 24)
+    config_of(models())  # what one rank takes
+
+    def start():
+        try:
+            config_of(models(), tensor_parallel_size=2, distributed_executor_backend="mp")
+        except ConfigError as error:
+            os._exit("cpu_bytes of 2 ranks" in str(error))
+
+    child = multiprocessing.get_context("fork").Process(target=start)
+    child.start()
+    child.join()
+    assert child.exitcode == 1, "not refused"
 
 
 @pytest.mark.parametrize("layout", ["LBNHC", "LBHNC", "BLHNC", "BHLNC", None])
