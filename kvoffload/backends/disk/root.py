@@ -27,8 +27,10 @@ from kvoffload.backends.disk.root_checks import (
     refuse_exposed,
     refuse_other_store,
     refuse_unsafe,
+    remedy_of,
 )
 from kvoffload.backends.disk.vfs import Vfs
+from kvoffload.backends.log_rate import LASTING_S, Throttle
 from kvoffload.errors import ConfigError
 
 log = logging.getLogger(__name__)
@@ -62,6 +64,7 @@ class RootHandle:
         self._durable = options.durability == "fsync"
         self._trust_parents = options.trust_parent_folders
         self._repairing = threading.Lock()
+        self._not_made = Throttle(log, LASTING_S)
         self.refusal: str | None = None
         """Why this process loads and stores nothing at the moment; None: the root is in order."""
         self.repairs = 0
@@ -158,7 +161,8 @@ class RootHandle:
                 return False
             except OSError as error:
                 self._count("remake_failed")
-                log.warning("disk %s: removed folders cannot be made again: %s", self.path, error)
+                text = "disk %s: removed folders cannot be made again: %s; %s"
+                self._not_made.warning(text, self.path, error, remedy_of(error))
                 return False
             self._allow()
             self.repairs += 1

@@ -257,6 +257,8 @@ def remedy_of(error: OSError) -> str:
         errno.EROFS: "mount it for writing",
         errno.ENOSPC: "make space on it, a few KiB at least",
         errno.EDQUOT: "raise this user's quota there",
+        errno.EMFILE: "raise the limit of open files (ulimit -n)",
+        errno.EFBIG: "raise the limit of a file's size (ulimit -f)",
         errno.ESTALE: "mount it again",
         errno.ENOTCONN: "mount it again",
         errno.EIO: "see whether its device or server is well, then mount it again",

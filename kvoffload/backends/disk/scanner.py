@@ -15,6 +15,7 @@ from kvoffload.backends.disk.index import Name, name_of, split_name
 from kvoffload.backends.disk.locks import bytes_in_flight
 from kvoffload.backends.disk.paths import SHARDS, SNAPSHOT, is_namespace, shard_of
 from kvoffload.backends.disk.root import ABANDONED_S
+from kvoffload.backends.disk.root_checks import remedy_of
 from kvoffload.backends.disk.segments import Found
 from kvoffload.backends.disk.store import DiskStore
 from kvoffload.backends.disk.walker import remove_namespace, walk
@@ -307,7 +308,7 @@ class Scanner:
         if not isinstance(error, FileNotFoundError):
             self._is_complete = False
             self._store.count("look_failed")
-            log.warning("disk: cannot scan %s: %s", where, error)
+            self._store.say("scan", where, str(error.strerror), f"; {remedy_of(error)}")
 
 
 def purge(store: DiskStore, namespaces: Sequence[str], is_stopping: threading.Event) -> int:

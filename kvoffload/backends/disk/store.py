@@ -56,8 +56,8 @@ _REMEDIES = {
     OTHER_VERSION: "; engines of two versions use the root: upgrade all",
     OTHER_KEY: "; this engine lacks its key: give all engines of the root the same keys",
     "io_EIO": "; see whether the device is well",
-    "io_EMFILE": "; raise the limit of open files (ulimit -n)",
-    "io_EFBIG": "; raise the limit of a file's size (ulimit -f)",
+    "io_EMFILE": f"; {remedy_of(OSError(errno.EMFILE, ''))}",
+    "io_EFBIG": f"; {remedy_of(OSError(errno.EFBIG, ''))}",
 }
 """Reason why a chunk cannot be read or written → the remedy, where there is one."""
 _MAX_NAMESPACES = 1 << 16
@@ -411,8 +411,7 @@ class DiskStore(Counts):
             if not is_new and isinstance(error, FileNotFoundError):
                 raise
             # The kernel may have dropped the pages and forgotten: a second fsync proves nothing.
-            log.warning("disk: fsync failed, chunk dropped: %s", error)
-            self.count("fsync_failed")
+            self.say("sync", self._where(name), reason_of(error))
             self.discard(name, "fsync_failed")
             return False
         return True

@@ -49,6 +49,15 @@ async def test_why_no_chunk_is_written_is_said_once(
     assert await backend.write(keys, memory) == [True] * 8
 
 
+async def test_why_no_chunk_is_synced_is_said_once(tmp_path, caplog):
+    vfs = FailingVfs(1, errno.EIO, sticky=True, when=calls_on("shard", "fsync"))
+    backend = open_disk(tmp_path, form="files", vfs=vfs, durability="fsync")
+    assert not any(await write(backend, keys_of(8)))
+    assert backend.counters()["fsync_failed"] == 8
+    (said,) = (each.getMessage() for each in caplog.records if "sync" in each.getMessage())
+    assert "device" in said
+
+
 async def test_a_chunk_of_the_whole_capacity_is_stored_and_one_page_more_is_refused(tmp_path):
     backend = open_disk(tmp_path, capacity=ByteSize(ON_DISK), high_watermark=1.0)
     assert await write(backend, keys_of(1)) == [True]
