@@ -4,6 +4,7 @@ The engine's dictionary precedes the environment, which precedes the file. A set
 from one of them: lists are not joined.
 """
 
+import functools
 import json
 import logging
 import os
@@ -103,7 +104,8 @@ def read_file(path: str, field: str = "file") -> dict[str, Any]:
         raise ConfigError(field, path, f"must end in {', '.join(_READERS)}")
     try:
         with open(path, encoding="utf-8") as file:
-            _warn_of_writers(path, os.fstat(file.fileno()))
+            facts = os.fstat(file.fileno())
+            _warn_of_writers(path, facts.st_uid, facts.st_mode)
             found = _READERS[ending](file.read())
     except OSError as error:
         raise ConfigError(field, path, f"cannot be read: {error.strerror}") from error
@@ -120,11 +122,12 @@ def read_file(path: str, field: str = "file") -> dict[str, Any]:
     return found
 
 
-def _warn_of_writers(path: str, facts: os.stat_result) -> None:
+@functools.cache  # an engine's process reads its settings several times
+def _warn_of_writers(path: str, owner: int, mode: int) -> None:
     """Warn of a file that another user may change: it names the stores, and so what is loaded."""
-    if facts.st_uid not in (0, os.geteuid()):
-        log.warning("settings file %s belongs to user %d: chown it", path, facts.st_uid)
-    elif facts.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+    if owner not in (0, os.geteuid()):
+        log.warning("settings file %s belongs to user %d: chown it", path, owner)
+    elif mode & (stat.S_IWGRP | stat.S_IWOTH):
         log.warning("settings file %s may be changed by other users: chmod go-w %s", path, path)
 
 

@@ -391,8 +391,9 @@ def test_a_settings_file_that_others_may_change_is_warned_about(tmp_path, caplog
     path = tmp_path / "settings.json"
     path.write_text("{}")
     path.chmod(mode)
-    read_file(str(path))
-    assert (f"chmod go-w {path}" in caplog.text) is warned
+    for _ in range(2):  # as an engine does
+        read_file(str(path))
+    assert caplog.text.count(f"chmod go-w {path}") == warned
 
 
 def test_a_settings_file_of_another_user_is_warned_about(tmp_path, caplog):
