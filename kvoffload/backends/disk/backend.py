@@ -221,7 +221,7 @@ class DiskBackend(ThreadPoolBackend):
         if self._repairs != (repairs := self._store.root.repairs) and any(answers):
             # If it was opened without facts, the manifest tells the name alone.
             self._repairs = repairs
-            await self._patiently(run_once(self._write_manifest, self._facts))
+            await self._patiently(self._describe_again())
         return answers
 
     async def remove(self, keys: Sequence[bytes]) -> None:
@@ -381,6 +381,12 @@ class DiskBackend(ThreadPoolBackend):
         self._unfinished.add(task)
         task.add_done_callback(self._unfinished.discard)
         return task
+
+    async def _describe_again(self) -> None:
+        try:
+            await run_once(self._write_manifest, self._facts)
+        except RuntimeError:  # the system has no more threads to give
+            self._repairs = _UNDESCRIBED
 
     def _write_manifest(self, facts: Mapping[str, str]) -> None:
         store, folder = self._store, self._store.folder(0)

@@ -259,6 +259,7 @@ def remedy_of(error: OSError) -> str:
         errno.EDQUOT: "raise this user's quota there",
         errno.EMFILE: "raise the limit of open files (ulimit -n)",
         errno.EFBIG: "raise the limit of a file's size (ulimit -f)",
+        errno.ENOMEM: "the process has no memory left: raise its limit (ulimit -v)",
         errno.ESTALE: "mount it again",
         errno.ENOTCONN: "mount it again",
         errno.EIO: "see whether its device or server is well, then mount it again",

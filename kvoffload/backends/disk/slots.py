@@ -146,11 +146,10 @@ class Slots:
         slot_bytes = segment.slot_bytes
         if PAGE + targets[-1].nbytes > slot_bytes:
             return [counted_as("size")] * len(keys)
-        headers, offset = files.pages(len(keys)), slot * slot_bytes
-        buffers = [buffer for pair in zip(headers, targets, strict=True) for buffer in pair]
-        wanted = sum([buffer.nbytes for buffer in buffers])
         try:
-            moved = 0
+            headers, offset = files.pages(len(keys)), slot * slot_bytes
+            buffers = [buffer for pair in zip(headers, targets, strict=True) for buffer in pair]
+            wanted, moved = sum([buffer.nbytes for buffer in buffers]), 0
             if files.room:
                 # The read that follows tells of an error that lasts.
                 with contextlib.suppress(OSError):

@@ -56,8 +56,10 @@ _REMEDIES = {
     OTHER_VERSION: "; engines of two versions use the root: upgrade all",
     OTHER_KEY: "; this engine lacks its key: give all engines of the root the same keys",
     "io_EIO": "; see whether the device is well",
-    "io_EMFILE": f"; {remedy_of(OSError(errno.EMFILE, ''))}",
-    "io_EFBIG": f"; {remedy_of(OSError(errno.EFBIG, ''))}",
+    **{
+        f"io_{errno.errorcode[number]}": f"; {remedy_of(OSError(number, ''))}"
+        for number in (errno.EMFILE, errno.EFBIG, errno.ENOMEM)
+    },
 }
 """Reason why a chunk cannot be read or written → the remedy, where there is one."""
 _MAX_NAMESPACES = 1 << 16

@@ -2,6 +2,8 @@
 
 import errno
 import resource
+import subprocess
+import sys
 
 import pytest
 from disk_parts import ON_DISK, SIZE, full, open_disk, write, write_each
@@ -56,6 +58,62 @@ async def test_why_no_chunk_is_synced_is_said_once(tmp_path, caplog):
     assert backend.counters()["fsync_failed"] == 8
     (said,) = (each.getMessage() for each in caplog.records if "sync" in each.getMessage())
     assert "device" in said
+
+
+WITHOUT_MEMORY = """
+import asyncio, resource, sys
+from kvoffload import open_backend
+from kvoffload.testing.backends import filled, keys_of, slots
+from kvoffload.testing.harness import wrong_bytes
+
+async def main(root, form, spare):
+    options = {"root": root, "capacity": "64MiB", "min_free": 0, "trust_parent_folders": True}
+    backend = open_backend("disk", options, "n")
+    if form == "files":
+        backend._store.slots.suits = lambda key, chunk_bytes: False
+    keys, more, into = keys_of(8), keys_of(8, "more"), slots(8)
+    memory = filled(keys), filled(more)
+    if spare == 0:
+        assert all(await backend.write(keys, memory[0]))
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    taken = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (taken + spare, before[1]))
+    if spare:
+        stored = await backend.write(keys, memory[0])
+    loaded = await backend.read(keys, into)
+    resource.setrlimit(resource.RLIMIT_AS, before)
+    assert not wrong_bytes(keys, into, loaded)
+    print(sum(map(bool, loaded)), backend.counters())
+    assert all(await backend.write(more, memory[1]))
+    for wanted in (keys, more):
+        assert all(await backend.read(wanted, into)) and not wrong_bytes(wanted, into)
+    await backend.close()
+
+asyncio.run(main(*sys.argv[1:3], int(sys.argv[3])))
+"""
+
+
+def without_memory(root, form, spare_bytes):
+    """Run a process that gets so many more bytes from the system; return its words and log."""
+    words = [sys.executable, "-c", WITHOUT_MEMORY, str(root), form, str(spare_bytes)]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    return done.stdout, done.stderr
+
+
+@pytest.mark.parametrize("form", ["slots", "files"])
+def test_a_load_without_memory_is_a_miss_that_is_said_once(tmp_path, form):
+    counted, said = without_memory(tmp_path, form, 0)
+    assert counted == "0 {'read_io_ENOMEM': 8}\n"
+    assert len(said.splitlines()) == 1
+    assert "ulimit -v" in said
+
+
+def test_a_namespace_is_described_once_there_are_threads_again(tmp_path):
+    counted, said = without_memory(tmp_path, "slots", 1 << 20)
+    assert counted == "8 {}\n"
+    assert said == ""
+    assert list(tmp_path.glob("*/manifest*"))
 
 
 async def test_a_chunk_of_the_whole_capacity_is_stored_and_one_page_more_is_refused(tmp_path):
