@@ -63,7 +63,8 @@ class CountedBackend(Counts, Observable):
     def note_failure(self, kind: Kind, error: Exception) -> None:
         """Count and log that a function raised, and its chunk is a miss."""
         self.count(f"{kind}_failed")
-        self.__failures.warning("%s: a %s failed: %r", self.__name, kind, error, traceback=True)
+        is_bug = not isinstance(error, MemoryError)  # which may come anywhere
+        self.__failures.warning("%s: a %s failed: %r", self.__name, kind, error, traceback=is_bug)
 
     @property
     def is_closed(self) -> bool:
