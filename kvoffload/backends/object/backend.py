@@ -34,7 +34,7 @@ from kvoffload.backends.base import (
 from kvoffload.backends.blocking_pool import BlockingPool, run_once, start_once
 from kvoffload.backends.flight_bounds import InFlight, Transfer
 from kvoffload.backends.header import Header, check_key, parse_header
-from kvoffload.backends.log_rate import Throttle
+from kvoffload.backends.log_rate import LASTING_S, Throttle
 from kvoffload.backends.object import naming
 from kvoffload.backends.object.admin import ObjectAdmin, described
 from kvoffload.backends.object.bucket import Bucket, Incoming, Put, Stored
@@ -61,6 +61,9 @@ _USELESS_S = 600.0
 """So long an object counts as absent that a load could not use, unless another one replaces it: the
 fault may have been the network's."""
 _DESCRIBE_EVERY_S = 86400.0
+_MOST_CONFLICTS = 64
+"""After so many in a row, with no store between that left an object, it is not other stores that
+these met."""
 
 
 class _Useless(NamedTuple):
@@ -118,6 +121,9 @@ class ObjectBackend(ThreadedBackend, ObjectAdmin):
         self._versions: dict[int, str] = {}
         """The version of the object that a thread receives."""
         self._damaged = Throttle(log)
+        self._conflicts = 0
+        """The latest stores, in a row, after whose conflict there was no object."""
+        self._refused = Throttle(log, LASTING_S)
         self._facts: bytes = b""
         self._describe_at_s = 0.0
         self._manifest: ManifestIndex | None = None
@@ -250,7 +256,12 @@ class ObjectBackend(ThreadedBackend, ObjectAdmin):
             return False
         if put is Put.CONFLICT and not self._is_there(key):
             self.count("write_conflict")
+            self._conflicts += 1
+            if self._conflicts >= _MOST_CONFLICTS:
+                text = "object: each store is refused as if it met another one (409 or 304); %s"
+                self._refused.warning(text, "look at the server's log, and at proxies on the way")
             return False
+        self._conflicts = 0
         is_new = put is Put.STORED
         self.count("write_present" if not is_new else "write_replaced" if replace else "write_ok")
         if replace:

@@ -1,6 +1,7 @@
 """Engines that share a bucket: who stores what, credentials that change, redirects."""
 
 import asyncio
+import itertools
 import time
 
 import pytest
@@ -54,6 +55,42 @@ async def test_a_store_that_met_another_one_counts_by_what_the_bucket_then_has(i
         assert not {"write_ok", "write_replaced"} & set(counters), "no byte there is this engine's"
         assert backend.usage().gauges["breakers_open"] == 0, "each request was answered"
         await backend.close()
+
+
+@pytest.mark.parametrize("status", [409, 304])
+async def test_a_server_to_which_each_store_is_a_conflict_is_said_once(status, caplog):
+    refused = Answer(304) if status == 304 else error(409, "OperationAborted")
+    with S3StandIn(lambda verb, path: refused if verb == "PUT" else MISSING) as server:
+        backend = open_backend("object", server.options(), "n")
+        for turn in range(3):
+            keys = keys_of(63, f"{turn}-")
+            assert await backend.write(keys, filled(keys)) == [False] * 63
+            assert caplog.text.count("each store is refused") == (turn > 0)
+        assert "look at the server's log" in caplog.text
+        await backend.close()
+
+
+async def test_conflicts_of_two_writers_are_not_said(caplog):
+    """The other host's stores meet two of three of this one's, and have not ended when it looks."""
+    turns, real = itertools.count(), {}
+
+    def answer(verb, path):
+        if verb != "PUT":
+            return whole(real[path]) if path in real else MISSING
+        if path not in real and next(turns) % 3:
+            return error(409, "ConditionalRequestConflict")
+        real[path] = server.bodies[path]
+        return STORED
+
+    with S3StandIn(answer) as server:
+        backend, keys = open_backend("object", server.options(ttl_s=10**8), "n"), keys_of(200)
+        while not all(await backend.write(keys, filled(keys))):
+            pass
+        assert backend.counters()["write_conflict"] > 64
+        assert await backend.read(keys, into := slots(200)) == [True] * 200
+        assert wrong_bytes(keys, into) == []
+        await backend.close()
+    assert "each store is refused" not in caplog.text
 
 
 async def test_a_damaged_object_that_another_engine_replaced_is_loaded_again(
