@@ -3,6 +3,7 @@
 import logging
 import threading
 import time
+from collections.abc import Hashable
 
 PERIOD_S = 1.0
 LASTING_S = 60.0
@@ -10,7 +11,7 @@ LASTING_S = 60.0
 
 
 class Throttle:
-    """Logs one kind of warning at most once a period, with the number left out. Thread-safe.
+    """Logs each kind of warning at most once a period, with the number left out. Thread-safe.
 
     The counters of a backend count every occurrence.
     """
@@ -19,18 +20,20 @@ class Throttle:
         self._log = log
         self._period_s = period_s
         self._lock = threading.Lock()
-        self._silent_until = 0.0
-        self._left_out = 0
+        self._told: dict[Hashable, tuple[float, int]] = {}
+        """By kind: until when it is silent, and the number left out."""
 
-    def warning(self, text: str, *values: object, traceback: bool = False) -> None:
-        """Log this line, or count it for the next one."""
+    def warning(
+        self, text: str, *values: object, kind: Hashable = None, traceback: bool = False
+    ) -> None:
+        """Log this line, or count it for the next one of its kind."""
         with self._lock:
             now = time.monotonic()
-            if now < self._silent_until:
-                self._left_out += 1
+            silent_until, left_out = self._told.get(kind, (0.0, 0))
+            if now < silent_until:
+                self._told[kind] = silent_until, left_out + 1
                 return
-            self._silent_until = now + self._period_s
-            left_out, self._left_out = self._left_out, 0
+            self._told[kind] = now + self._period_s, 0
         if left_out:
             text, values = text + " (%d more like it before)", (*values, left_out)
         self._log.warning(text, *values, exc_info=traceback)

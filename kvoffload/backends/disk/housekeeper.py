@@ -41,8 +41,7 @@ class Housekeeper:
         """Room to release that no store used."""
         self._stop = threading.Event()
         self._wake = threading.Event()
-        self._said: dict[int | None, Throttle] = {}
-        """By the error of the system: a device that fails does so each second."""
+        self._failures = Throttle(log, LASTING_S)
         self._scanner = Scanner(store, self._stop.is_set)
         self._is_exact = store.ready.is_set()
         """Whether the quota agreed with the folders at the last full scan."""
@@ -126,13 +125,11 @@ class Housekeeper:
         """Run one step; an error in it must not end the thread that keeps the folder bounded."""
         try:
             step()
-        except OSError as error:
+        except Exception as error:
             self._store.count("housekeeping_failed")
-            throttle = self._said.setdefault(error.errno, Throttle(log, LASTING_S))
-            throttle.warning("disk %s: housekeeping failed: %s", self._store.path, error)
-        except Exception:
-            self._store.count("housekeeping_failed")
-            log.exception("disk %s: housekeeping failed", self._store.path)
+            text, is_own = "disk %s: housekeeping failed: %s", not isinstance(error, OSError)
+            kind = type(error).__name__, getattr(error, "errno", None)
+            self._failures.warning(text, self._store.path, error, kind=kind, traceback=is_own)
 
     def _first_scan(self) -> None:
         self._is_exact = self._scanner.scan(full=True, by_age=True)

@@ -82,8 +82,7 @@ class DiskStore(Counts):
         self._publishing = threading.Lock()
         self._large_writes = threading.BoundedSemaphore(options.write_threads or _LARGE_WRITES)
         self._damaged = Throttle(log)
-        self._said: dict[str, Throttle] = {}
-        """By what cannot be done, and why: one reason must not hide another one's remedy."""
+        self._lasting = Throttle(log, LASTING_S)
         self._durable = options.durability == "fsync"
         make_policy = load_policy(options.policy)
         try:
@@ -207,10 +206,10 @@ class DiskStore(Counts):
         return ReadResult.of(reason)
 
     def say(self, verb: str, path: str, why: str, remedy: str = "") -> None:
-        """Log a failure that may last: one line for each reason in :data:`LASTING_S`."""
-        throttle = self._said.setdefault(f"{verb} {why}", Throttle(log, LASTING_S))
+        """Log a failure that may last: one reason does not hide another one's remedy."""
         remedy = remedy or _REMEDIES.get(why, "")
-        throttle.warning("disk: cannot %s %s: %s%s", verb, path, why, remedy)
+        text = "disk: cannot %s %s: %s%s"
+        self._lasting.warning(text, verb, path, why, remedy, kind=(verb, why))
 
     def _where(self, name: Name) -> str:
         """Return where an operator finds a chunk."""

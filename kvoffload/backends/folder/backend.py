@@ -106,8 +106,7 @@ class FolderBackend(AsyncChunkBackend):
         """The facts of the files that loads in flight have opened, where a load asks for them."""
         self._facts: dict[str, str] = {}
         self._is_described = False
-        self._said: dict[str, Throttle] = {}
-        """By what failed."""
+        self._failures = Throttle(log, SAY_AGAIN_S)
         self._housekeeper = Housekeeper(
             self._vfs,
             self._root,
@@ -361,8 +360,7 @@ class FolderBackend(AsyncChunkBackend):
 
     def _say(self, kind: str, text: str, *values: object) -> None:
         """Log a failure that may last: one line for each kind in :data:`SAY_AGAIN_S`."""
-        throttle = self._said.setdefault(kind, Throttle(log, SAY_AGAIN_S))
-        throttle.warning(f"folder %s: {text}", self._root.path, *values)
+        self._failures.warning(f"folder %s: {text}", self._root.path, *values, kind=kind)
 
     async def _look(self, keys: Sequence[bytes]) -> list[bool]:
         return await self._asked(

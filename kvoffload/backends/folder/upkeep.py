@@ -93,8 +93,7 @@ class Housekeeper:
         """Processes that the evictor counts."""
         self.is_gone = False
         """Whether the root was not there at the last look."""
-        self._said: dict[tuple[str, int | None], Throttle] = {}
-        """By text and error number."""
+        self._warnings = Throttle(log, SAY_AGAIN_S)
         self.capacity_bytes = capacity_bytes
         """That of the process that evicts, as far as this one knows."""
         self._is_opening = True
@@ -323,4 +322,4 @@ class Housekeeper:
     def _say(self, error: Exception | None, text: str, *values: object) -> None:
         """Log what may last: one line for each kind in :data:`SAY_AGAIN_S`."""
         kind = text, getattr(error, "errno", None)
-        self._said.setdefault(kind, Throttle(log, SAY_AGAIN_S)).warning(f"folder {text}", *values)
+        self._warnings.warning(f"folder {text}", *values, kind=kind)
