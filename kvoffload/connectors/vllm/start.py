@@ -261,13 +261,13 @@ def watch_configurations() -> None:
     from vllm.config import VllmConfig
     from vllm.engine.arg_utils import EngineArgs
 
-    hook(EngineArgs, "create_engine_config", _around_start)
-    for name, around in (
-        ("_resolve_mm_embedding_inputs", _around_embeddings),
-        ("_post_init_kv_transfer_config", _around_offloading),
+    for owner, name, around in (
+        (EngineArgs, "create_engine_config", _around_start),
+        (VllmConfig, "_resolve_mm_embedding_inputs", _around_embeddings),
+        (VllmConfig, "_post_init_kv_transfer_config", _around_offloading),
     ):
-        if hasattr(VllmConfig, name):
-            hook(VllmConfig, name, around)
+        if hasattr(owner, name):
+            hook(owner, name, around)
 
 
 def _around_start(make: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
