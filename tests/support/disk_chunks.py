@@ -88,6 +88,8 @@ def stored_in(root):
 def _in_slots(table):
     content, slots = table.read_bytes(), table.with_suffix(".slots")
     size = int.from_bytes(content[12:20], "little")
+    if size > slots.stat().st_size:  # of a damaged table
+        return
     for slot, at in enumerate(range(_HEAD, len(content) - _ENTRY + 1, _ENTRY)):
         length = content[at + 16]
         if 0 < length < 48:
